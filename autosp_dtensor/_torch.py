@@ -1,0 +1,126 @@
+"""Every private torch name that the package uses stands here. Checked on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
+
+__all__ = [
+    "CheckpointFunction",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "TorchFunctionMode",
+    "UnsupportedOperatorException",
+    "flatten_mesh",
+    "all_gather_single",
+    "fsdp_groups",
+    "fsdp_param_dtypes",
+    "fsdp_policy",
+    "has_user_hooks",
+    "module_hook_dicts",
+    "no_torch_function",
+    "original_class",
+    "reduce_scatter_single",
+]
+
+_HOOK_DICTS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def module_hook_dicts() -> tuple[str, ...]:
+    """Names of the dicts in which nn.Module keeps call hooks."""
+    return _HOOK_DICTS
+
+
+def _is_fsdp_hook(hook: Any) -> bool:
+    inner = getattr(hook, "__wrapped__", hook)
+    owner = getattr(inner, "__self__", None) or getattr(hook, "__self__", None)
+    return type(owner).__module__.startswith("torch.distributed.fsdp")
+
+
+def has_user_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module runs hooks other than FSDP2's own."""
+    return any(
+        not _is_fsdp_hook(hook)
+        for name in _HOOK_DICTS
+        for hook in getattr(module, name, {}).values()
+        if callable(hook)
+    )
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class before FSDP2 put its own in front; a class that cannot be copied otherwise."""
+    cls = type(module)
+    if isinstance(module, FSDPModule):
+        return cls.__mro__[cls._orig_cls_mro_index if hasattr(cls, "_orig_cls_mro_index") else 2]
+    return cls
+
+
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups of one module (torch 2.11 has one per state, 2.13 a list)."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state = module._get_fsdp_state()
+    many = getattr(state, "_fsdp_param_groups", None)
+    if many is not None:
+        return list(many)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def fsdp_policy(module: nn.Module) -> Any:
+    """The MixedPrecisionPolicy that FSDP2 applies when the module is called, or None."""
+    return module._get_fsdp_state()._mp_policy if isinstance(module, FSDPModule) else None
+
+
+def fsdp_param_dtypes(model: nn.Module) -> Iterator[tuple[int, str, torch.dtype]]:
+    """(id of module, parameter name, dtype in forward) of every parameter that FSDP2 manages."""
+    for module in model.modules():
+        for group in fsdp_groups(module):
+            for managed in group.fsdp_params:
+                dtype = managed.mp_policy.param_dtype or managed.sharded_param.dtype
+                if not managed.sharded_param.dtype.is_floating_point:
+                    dtype = managed.sharded_param.dtype
+                info = managed._module_info
+                yield id(info.module), info.param_name, dtype
+                for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                    yield id(shared), name, dtype
+
+
+# torch 2.13 renamed both and warns about the old names, which are all that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def flatten_mesh(mesh: Any, names: tuple[str, ...], name: str) -> Any:
+    """Several axes of a mesh as one; torch keeps it and gives the same one again."""
+    return mesh[names]._flatten(name)
+
+
+def no_torch_function() -> Any:
+    """Inside, no __torch_function__ is called, modes included."""
+    return torch._C.DisableTorchFunction()

@@ -1,0 +1,111 @@
+"""`parallelize` and what goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .errors import MeshError, UsageError
+from .mesh import fsdp_mesh, sp_mesh
+from .run import Forward, Options
+
+__all__ = ["forward_of", "parallelize", "sync_gradients"]
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def parallelize(
+    model: T,
+    mesh: DeviceMesh,
+    *,
+    sp_axis: str = "sp",
+    dp_axis: str = "dp",
+    seq_dim: int = 1,
+    check_ranks: bool = True,
+) -> T:
+    """Split the sequence over one mesh axis. Loss, outputs and gradients stay those of one device.
+
+    The module's code goes on seeing whole sequences; programs are traced at the first call with new shapes and cached.
+    Every rank of an sp group passes the same whole batch. Results that are replicated are plain tensors; those split
+    over sp are DTensors on `mesh[sp_axis]`.
+
+    Args:
+        model: an nn.Module (changed in place: same object, parameters, names, state_dict), or a callable such as a loss
+            function of (logits, labels), for which a new callable is returned.
+        mesh: any DeviceMesh with an axis `sp_axis`.
+        sp_axis: the axis that sequences are split over.
+        dp_axis: the data axis, which `sync_gradients` averages over as well; other axes are left alone.
+        seq_dim: the sequence dim of the inputs: 1 for [B, S], 0 for [S, B].
+        check_ranks: compare every call over the sp group (8 bytes), and the data at a program's first call.
+
+    Raises:
+        MeshError: the mesh has no axis `sp_axis`, or the model is parallelized already, on another mesh.
+        CaptureError, PlacementError, RankMismatchError: at a call, on all ranks, before its first collective.
+
+    Source: AutoSP (ICLR 2026); all-to-all attention after DeepSpeed-Ulysses, arXiv:2309.14509.
+    """
+    sp = sp_mesh(mesh, sp_axis)
+    if not callable(model):
+        raise UsageError(f"parallelize takes a module or a callable, got {type(model).__name__}.")
+    if not isinstance(seq_dim, int) or seq_dim < 0:
+        raise UsageError(f"seq_dim is a dim counted from the left, got {seq_dim!r}.", fix="1 for [B, S], 0 for [S, B]")
+    if dp_axis == sp_axis:
+        raise UsageError(f"sp_axis and dp_axis are both '{sp_axis}'.")
+    if isinstance(model, nn.Module):
+        inner = [name for name, child in model.named_modules() if forward_of(child) is not None]
+        if inner:
+            raise MeshError(
+                f"{'the model' if inner[0] == '' else inner[0]} is parallelized already.",
+                why="its sequence would be split twice",
+                fix="call parallelize once, on the outermost module that takes whole sequences",
+            )
+    forward = Forward(model, sp, mesh, Options(seq_dim=seq_dim, check_ranks=check_ranks))
+    forward.gradient_mesh = fsdp_mesh(mesh, sp_axis=sp_axis, dp_axis=dp_axis)  # type: ignore[attr-defined]
+    if isinstance(model, nn.Module):
+        model.__dict__["forward"] = forward
+        return model
+    return forward  # type: ignore[return-value]
+
+
+def forward_of(model: Any) -> Forward | None:
+    """The runner of a parallelized module or function, or None."""
+    if isinstance(model, Forward):
+        return model
+    found = getattr(model, "__dict__", {}).get("forward")
+    return found if isinstance(found, Forward) else None
+
+
+def sync_gradients(model: nn.Module) -> None:
+    """Average gradients over sp (and dp), for a model under neither FSDP2 nor DDP; call it between backward and step.
+
+    A parameter that got no gradient on this rank counts as zero where another rank has one.
+
+    Raises:
+        UsageError: the model is not parallelized, or FSDP2 manages a parameter (which averages by itself).
+    """
+    forward = next((f for m in model.modules() if (f := forward_of(m)) is not None), None)
+    if forward is None:
+        raise UsageError("sync_gradients takes a parallelized module.", fix="call autosp.parallelize(model, mesh) first")
+    mesh: DeviceMesh = forward.gradient_mesh  # type: ignore[attr-defined]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if any(isinstance(p, DTensor) for p in parameters):
+        raise UsageError("the model is under FSDP2, which averages gradients by itself.", fix="drop sync_gradients")
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    if not parameters:
+        return
+    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    for group in groups:
+        dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
+    for parameter, any_rank in zip(parameters, has.tolist(), strict=True):
+        if not any_rank:
+            continue
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for group in groups:
+            dist.all_reduce(grad, group=group)
+        parameter.grad = grad.div_(mesh.size())

@@ -1,0 +1,131 @@
+"""nn.Module and a call -> torch-level FX graph of the whole-sequence program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from .._torch import FakeTensorMode
+from ..graph import Facts, Origin, set_facts
+from ..tree import unflatten
+from .call import Call, read_call, refuse_opaque, state_key
+from .ghost import MISSING, Ghost, changed_attributes, make_ghost
+from .template import Template
+from .trace import ModuleCall, Recorder, meta_of
+
+__all__ = ["Call", "Captured", "capture", "read_call", "refuse_opaque", "state_key"]
+
+
+@dataclass
+class Captured:
+    """The whole-sequence program of one call.
+
+    graph: placeholders for the call's tensors, get_attr for parameters, buffers and constants, one call_function for
+        each torch-level call; the output node holds `results`.
+    template: how the results are put together. calls: the module calls, in order.
+    writes: attributes of modules that forward sets to new tensors (buffers included), with the index of the result.
+    guards: attributes that forward changes, with the value they had when traced: the program is valid for it alone.
+    """
+
+    graph: Graph
+    template: Template
+    calls: list[ModuleCall]
+    writes: list[tuple[Origin, int]]
+    sets: list[tuple[str, str, Any]]
+    guards: list[tuple[str, str, Any]]
+    consts: dict[str, torch.Tensor]
+    fake_mode: FakeTensorMode
+    saw_checkpoint: bool
+    nodes_of: Callable[[torch.Tensor], Node | None]
+
+
+def capture(call: Call) -> Captured:
+    """Trace `call` without touching the live module, without data, without communication.
+
+    Raises:
+        CaptureError: the Python of the model reads a tensor's value or does what a program cannot repeat.
+    """
+    refuse_opaque(call)
+    fake_mode = FakeTensorMode()
+    ghost = make_ghost(call.target, fake_mode) if isinstance(call.target, nn.Module) else None
+    recorder = Recorder(fake_mode, ghost)
+    fakes = iter([_fake_input(t, fake_mode) for t in call.tensors])
+    leaves = []
+    for leaf in call.leaves:
+        if isinstance(leaf, torch.Tensor):
+            fake = next(fakes)
+            leaves.append(fake)
+        else:
+            leaves.append(leaf)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    for number, fake in enumerate(tensors):
+        recorder.add_input(fake, number)
+    args, kwargs = unflatten(call.spec, leaves)
+    run = call.target
+    if ghost is not None:
+        recorder.watch_modules()
+        run = ghost.module
+    with fake_mode, recorder.patched(), recorder.aten, recorder:
+        result = run(*args, **kwargs)
+    return _finish(recorder, ghost, result, fake_mode)
+
+
+def _fake_input(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _finish(recorder: Recorder, ghost: Ghost | None, result: Any, mode: FakeTensorMode) -> Captured:
+    template = Template(result)
+    tensors = list(template.tensors)
+    writes = [(origin, _place(tensors, recorder, key)) for origin, key in recorder.mutations.items()]
+    sets: list[tuple[str, str, Any]] = []
+    guards: list[tuple[str, str, Any]] = []
+    for path, name, old, new in changed_attributes(ghost) if ghost else ():
+        if isinstance(new, torch.Tensor) and id(new) in recorder.node_of:
+            tensors.append(new)
+            writes.append((Origin("attr", path, name), len(tensors) - 1))
+            continue
+        sets.append((path, name, new))
+        guards.append((path, name, old))
+    if ghost is not None:
+        for module in ghost.module.modules():
+            path = ghost.paths.get(id(module), "")
+            for name, buffer in module._buffers.items():
+                if buffer is None or recorder.origin_of.get(id(buffer)) is not None:
+                    continue
+                if id(buffer) in recorder.node_of:
+                    tensors.append(buffer)
+                    writes.append((Origin("buffer", path, name), len(tensors) - 1))
+    nodes = [recorder.node_for(recorder.as_fake(tensor)) for tensor in tensors]
+    output = recorder.graph.output(tuple(nodes))
+    set_facts(output, Facts(tuple(meta_of(t) for t in tensors), single=False))
+    recorder.graph.lint()
+    return Captured(
+        recorder.graph,
+        template,
+        recorder.calls,
+        writes,
+        sets,
+        guards,
+        recorder.consts,
+        mode,
+        recorder.saw_checkpoint,
+        functools.partial(_node_of, recorder),
+    )
+
+
+def _node_of(recorder: Recorder, tensor: torch.Tensor) -> Node | None:
+    return recorder.node_of.get(id(tensor))
+
+
+def _place(tensors: list[torch.Tensor], recorder: Recorder, key: int) -> int:
+    tensors.append(next(t for t in recorder.alive if id(t) == key))
+    return len(tensors) - 1

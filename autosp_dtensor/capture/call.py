@@ -1,0 +1,134 @@
+"""A call of the user's module or function: its tensors, and the key under which its program is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .._torch import fsdp_policy, has_user_hooks
+from ..errors import CaptureError
+from ..graph import Meta, describe
+from ..placement import Placement
+from ..tree import Spec, flatten
+from .template import is_plain
+
+__all__ = ["Call", "read_call", "state_key"]
+
+
+@dataclass
+class Call:
+    """One call, flattened.
+
+    `tensors` are the tensor leaves in order, `constants` all other leaves, `key` what a traced program depends on,
+    `opaque` the first argument that is neither (a cache object), which no program can be traced with.
+    """
+
+    target: nn.Module | Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    spec: Spec
+    leaves: list[Any]
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    placements: list[Placement | None] = field(default_factory=list)
+    opaque: Any = None
+    key: tuple[Any, ...] = ()
+
+    def describe(self) -> str:
+        """The key as text that is equal on ranks that make the same call."""
+        parts: list[str] = []
+        tensors = iter(self.placements)
+        for leaf in self.leaves:
+            if isinstance(leaf, torch.Tensor):
+                placed = next(tensors)
+                text = describe(Meta(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad), placed)
+                parts.append(text + (" requires_grad" if leaf.requires_grad else ""))
+            elif is_plain(leaf):
+                parts.append(repr(leaf))
+            else:
+                parts.append(getattr(leaf, "__qualname__", type(leaf).__qualname__))
+        modes = [] if self.key[2][0] else ["no_grad"]
+        return ", ".join([*_labels(self.spec, iter(parts)), *modes, *(str(a) for a in self.key[2][2])])
+
+
+def read_call(
+    target: nn.Module | Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    placement_of: Callable[[DTensor], Placement],
+) -> Call:
+    """Flatten the arguments and make the key: structure, tensor metas, Python values, grad mode, autocast."""
+    leaves, spec = flatten((args, kwargs))
+    call = Call(target, args, kwargs, spec, leaves)
+    parts: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            placed = placement_of(leaf) if isinstance(leaf, DTensor) else None
+            call.tensors.append(leaf)
+            call.placements.append(placed)
+            parts.append(
+                (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, placed)
+            )
+        elif is_plain(leaf):
+            parts.append((type(leaf), leaf))
+        elif callable(leaf) and hasattr(leaf, "__qualname__"):
+            parts.append(leaf)
+        elif call.opaque is None:
+            call.opaque = leaf
+    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast())
+    call.key = (spec, tuple(parts), modes)
+    return call
+
+
+def _labels(spec: Spec, parts: Iterator[str]) -> list[str]:
+    """`name=value` for keywords, values alone for positional arguments; nested structure in brackets."""
+
+    def text(node: Spec) -> str:
+        if node[0] == "leaf":
+            return next(parts)
+        kind, detail, children = node
+        inner = ", ".join(text(child) for child in children)
+        return f"{getattr(kind, '__name__', kind)}({inner})"
+
+    positional, keywords = spec[2]
+    found = [text(child) for child in positional[2]]
+    found += [f"{name}={text(child)}" for name, child in zip(keywords[1], keywords[2], strict=True)]
+    return found
+
+
+def _autocast() -> tuple[Any, ...]:
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cuda", "cpu")
+        if torch.is_autocast_enabled(kind)
+    )
+
+
+def state_key(model: nn.Module) -> tuple[Any, ...]:
+    """What a program depends on in the module itself: which modules there are, and their parameters' metas.
+
+    A module swapped in later (an adapter), FSDP2 applied later, a hook added, a parameter frozen: each gives a new key.
+    """
+    parts: list[Any] = []
+    for module in model.modules():
+        own = module.__dict__
+        policy = fsdp_policy(module)
+        parts.append((id(module), own["training"], type(module), policy, has_user_hooks(module)))
+        for store in (own["_parameters"], own["_buffers"]):
+            for name, tensor in store.items():
+                if tensor is not None:
+                    parts.append((name, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
+    return tuple(parts)
+
+
+def refuse_opaque(call: Call) -> None:
+    if call.opaque is not None:
+        raise CaptureError(
+            f"an argument of type {type(call.opaque).__name__} cannot be traced.",
+            why="forward may read and change it, and a program is traced once",
+            fix="in training pass none (use_cache=False); under torch.no_grad() such calls run unsharded",
+        )

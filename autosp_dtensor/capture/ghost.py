@@ -1,0 +1,217 @@
+"""A copy of a module that owns no memory and has no hooks, to be run in place of the live one while tracing."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .._torch import (
+    FakeTensorMode,
+    TorchFunctionMode,
+    fsdp_param_dtypes,
+    module_hook_dicts,
+    original_class,
+)
+from ..errors import CaptureError
+from ..graph import Origin
+
+__all__ = ["MISSING", "Ghost", "changed_attributes", "make_ghost"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Ghost:
+    """The copy, and where each of its fake tensors stands in the live module."""
+
+    module: nn.Module
+    live: nn.Module
+    origins: dict[int, Origin] = field(default_factory=dict)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    paths: dict[int, str] = field(default_factory=dict)
+    attributes: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def own(self, fake: torch.Tensor, origin: Origin) -> torch.Tensor:
+        self.origins[id(fake)] = origin
+        self.tensors.append(fake)
+        return fake
+
+
+def make_ghost(live: nn.Module, fake_mode: FakeTensorMode) -> Ghost:
+    """Copy `live`: same classes and attributes; parameters, buffers and plain tensors become fakes.
+
+    A parameter that FSDP2 shards becomes a fake of its global shape, in the dtype it has inside forward.
+    """
+    compute_dtypes = {(key, name): dtype for key, name, dtype in fsdp_param_dtypes(live)}
+    memo: dict[int, Any] = {}
+    ghost = Ghost(live, live)
+    pairs = [(path, module, _shell(module)) for path, module in live.named_modules()]
+    for path, module, shell in pairs:
+        memo[id(module)] = shell
+        ghost.paths[id(shell)] = path
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake_of(module: nn.Module, path: str, kind: str, name: str, tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        if id(tensor) not in fakes:
+            dtype = compute_dtypes.get((id(module), name), tensor.dtype)
+            fake = _fake(tensor, dtype, fake_mode, f"{path}.{name}")
+            fakes[id(tensor)] = ghost.own(fake, Origin(kind, path, name))
+            memo[id(tensor)] = fake
+        return fakes[id(tensor)]
+
+    for path, module, shell in pairs:
+        own = shell.__dict__
+        for kind, store in (("param", "_parameters"), ("buffer", "_buffers")):
+            own[store] = {
+                name: fake_of(module, path, kind, name, tensor)
+                for name, tensor in module.__dict__[store].items()
+            }
+        own["_modules"] = {
+            name: None if child is None else memo[id(child)]
+            for name, child in module._modules.items()
+        }
+        for name in module_hook_dicts():
+            if name in module.__dict__:
+                own[name] = type(module.__dict__[name])()
+    for path, module, shell in pairs:
+        _copy_attributes(module, shell, path, memo, ghost, fake_mode)
+    ghost.module = memo[id(live)]
+    return ghost
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    cls = original_class(module)
+    return cls.__new__(cls)
+
+
+def _fake(
+    tensor: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode, name: str
+) -> torch.Tensor:
+    if isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):
+        raise CaptureError(
+            f"'{name}' is a DTensor that is neither a parameter nor an input.",
+            why="its placement on its own mesh cannot be combined with the placement on sp",
+            fix="keep it as a plain tensor, or pass it to forward",
+        )
+    with mode:
+        fake = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        if not isinstance(tensor, DTensor) and tensor.layout is torch.strided:
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device
+            )
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        else:
+            fake.requires_grad_(tensor.requires_grad)
+    return fake
+
+
+class _CopyTensors(TorchFunctionMode):
+    """Turns the tensors that deepcopy meets into fakes, and notes the real ones."""
+
+    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.convert = convert
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self.convert(tensor)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def _copy_attributes(
+    module: nn.Module,
+    shell: nn.Module,
+    path: str,
+    memo: dict[int, Any],
+    ghost: Ghost,
+    mode: FakeTensorMode,
+) -> None:
+    skip = {"_parameters", "_buffers", "_modules", *module_hook_dicts()}
+    forward = module.__dict__.get("forward")
+    if getattr(forward, "is_autosp_forward", False):  # ours: the ghost runs what stood there before
+        skip.add("forward")
+        original = forward.original_attribute  # type: ignore[union-attr]
+        if original is not None:
+            shell.__dict__["forward"] = _deepcopy(original, memo, ghost, mode, path, "forward")
+    before: dict[str, Any] = {}
+    for name, value in module.__dict__.items():
+        if name in skip:
+            continue
+        copied = _deepcopy(value, memo, ghost, mode, path, name)
+        shell.__dict__[name] = copied
+        before[name] = (copied, _size(copied))
+    ghost.attributes[id(shell)] = before
+
+
+def _deepcopy(
+    value: Any, memo: dict[int, Any], ghost: Ghost, mode: FakeTensorMode, path: str, name: str
+) -> Any:
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
+        return value
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        fake = _fake(tensor, tensor.dtype, mode, f"{path}.{name}")
+        direct = tensor is value
+        origin = Origin("attr", path, name) if direct else Origin("const", path, name)
+        ghost.own(fake, origin)
+        if not direct:
+            fake.autosp_real = tensor  # type: ignore[attr-defined]
+        return fake
+
+    try:
+        with _CopyTensors(convert):
+            return copy.deepcopy(value, memo)
+    except CaptureError:
+        raise
+    except Exception as error:  # locks, process groups, file handles: share them
+        log.debug("attribute %s.%s is shared with the ghost (%s)", path, name, error)
+        return value
+
+
+def changed_attributes(ghost: Ghost) -> Iterator[tuple[str, str, Any, Any]]:
+    """(module path, attribute, value before, value after) of what forward wrote to `self`."""
+    shells = {id(module): module for module in ghost.module.modules()}
+    for shell_id, before in ghost.attributes.items():
+        shell = shells.get(shell_id)
+        if shell is None:
+            continue
+        for name, value in shell.__dict__.items():
+            if name in ("_parameters", "_buffers", "_modules", "forward"):
+                continue
+            if name in module_hook_dicts():
+                continue
+            old, size = before.get(name, (MISSING, None))
+            if old is not value:
+                yield ghost.paths[shell_id], name, old, value
+            elif size != _size(value):
+                raise CaptureError(
+                    f"forward changes the {type(value).__name__} 'self.{name}' in place.",
+                    where=ghost.paths[shell_id] or type(shell).__name__,
+                    why="a traced program runs without the model's Python, so the change would be "
+                    "made once instead of at every call",
+                    fix="return the value from forward, or assign a new object to the attribute",
+                )
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()
+
+
+def _size(value: Any) -> int | None:
+    return len(value) if isinstance(value, (list, dict, set)) else None

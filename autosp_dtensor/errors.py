@@ -1,0 +1,76 @@
+"""The errors a user can meet, and the one printer that lays them out: what, where, have, why, fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "AutoSPError",
+    "CaptureError",
+    "MeshError",
+    "PlacementError",
+    "RankMismatchError",
+    "UsageError",
+]
+
+
+class AutoSPError(Exception):
+    """Base of all errors raised on purpose; raised on every rank alike, before the first collective.
+
+    Args:
+        what: one sentence that says what cannot be done.
+        where: the module, the operation and the source line.
+        have: shapes and placements at hand, one entry a line.
+        why: the reason, in terms of the user's program.
+        fix: what to change.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        have: str | Sequence[str] | None = None,
+        why: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what, self.where, self.have, self.why, self.fix = what, where, have, why, fix
+        super().__init__(_layout(what, where=where, have=have, why=why, fix=fix))
+
+    def __reduce__(self):  # keyword-only arguments do not survive the default pickling
+        return _rebuild, (type(self), self.what, self.where, self.have, self.why, self.fix)
+
+
+class CaptureError(AutoSPError):
+    """The model's Python cannot be traced: it reads a tensor's value, or changes state out of sight."""
+
+
+class PlacementError(AutoSPError):
+    """An operation has no rule for the placement its inputs have."""
+
+
+class MeshError(AutoSPError):
+    """The mesh does not fit: no sp axis, another device, a module on a mesh of its own."""
+
+
+class RankMismatchError(AutoSPError):
+    """Ranks of one sp group called with different shapes, arguments or data."""
+
+
+class UsageError(AutoSPError, ValueError):
+    """An argument of this library's own functions is wrong."""
+
+
+def _rebuild(cls, what, where, have, why, fix):
+    return cls(what, where=where, have=have, why=why, fix=fix)
+
+
+def _layout(what: str, **parts: str | Sequence[str] | None) -> str:
+    lines = [what]
+    names = {"where": "node"}
+    for key, part in parts.items():
+        if not part:
+            continue
+        for row, text in enumerate([part] if isinstance(part, str) else part):
+            lines.append(f"  {names.get(key, key) if row == 0 else '':<5} {text}")
+    return "\n".join(lines)

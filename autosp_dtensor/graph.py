@@ -1,0 +1,128 @@
+"""What is known of a node: one frozen record under `node.meta["autosp"]`, from capture to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .placement import Partial, Placement, Shard
+
+__all__ = ["Facts", "Meta", "Origin", "Scope", "describe", "facts", "set_facts", "short_name"]
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Shape (global), dtype, device and requires_grad of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Scope:
+    """One call of one module: the path in the model and which call of the trace it is."""
+
+    path: str
+    call: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value that no op computes comes from.
+
+    kind: "input" (flat input number in `name`), "param", "buffer", "attr" (a plain tensor attribute), "const".
+    """
+
+    kind: str
+    module: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything the stages know of a node; a stage adds to it with `dataclasses.replace`."""
+
+    outs: tuple[Meta, ...]
+    scope: tuple[Scope, ...] = ()
+    source: str = ""
+    origin: Origin | None = None
+    aten: tuple[Any, ...] = ()
+    single: bool = True
+    random: bool = False
+    placements: tuple[Placement, ...] = ()
+    homes: tuple[Shard | None, ...] = ()
+    rule: Any = None
+    option: Any = None
+    bytes: int = 0
+
+    @property
+    def meta(self) -> Meta:
+        return self.outs[0]
+
+    @property
+    def placement(self) -> Placement:
+        return self.placements[0]
+
+    @property
+    def home(self) -> Shard | None:
+        return self.homes[0] if self.homes else None
+
+    def having(self, **changes: Any) -> Facts:
+        return replace(self, **changes)
+
+
+def facts(node: Node) -> Facts:
+    return node.meta["autosp"]
+
+
+def set_facts(node: Node, value: Facts) -> None:
+    node.meta["autosp"] = value
+
+
+_SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def describe(meta: Meta, placement: Placement | None = None) -> str:
+    """`f32[2, 8, 4096@sp, 64]`: global sizes, `@sp` marks the sharded dim, `partial(sp)` a sum still owed."""
+    sizes = [str(size) for size in meta.shape]
+    if isinstance(placement, Shard):
+        sizes[placement.dim] += "@sp"
+    text = f"{_SHORT.get(meta.dtype, str(meta.dtype).removeprefix('torch.'))}[{', '.join(sizes)}]"
+    return text + " partial(sp)" if isinstance(placement, Partial) else text
+
+
+def short_name(target: Callable[..., Any] | str) -> str:
+    """`add` for `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_`: the name that rules are found by."""
+    name = getattr(target, "__name__", str(target))
+    if name == "__get__":
+        name = getattr(getattr(target, "__self__", None), "__name__", name)
+    if name.startswith("__") and name.endswith("__"):
+        return name.strip("_")
+    return name

@@ -1,0 +1,323 @@
+"""Changes of placement as collectives that autograd can go through.
+
+One convention: the mean over sp of what ranks hold is the gradient of a replicated value; of a sharded or partial
+value, each rank holds n times its part. So all_reduce transposes to all_reduce, all_gather to reduce_scatter and
+all_to_all to all_to_all, with no factor (JAX's shard_map types the same rule).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._torch import all_gather_single, reduce_scatter_single
+from ..placement import Shard
+from .layout import merge
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "mean_grad", "reduce_scatter", "relayout", "scale_grad"]
+
+Move = tuple[Shard, Shard]
+
+
+def all_to_all(group: Any, rank: int, moves: tuple[Move, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Move the sharding of each tensor from one dim to another, all tensors in one exchange.
+
+    Args:
+        moves: for each tensor, the placement it has and the placement asked for, on different dims.
+        tensors: local parts, any strides.
+
+    Returns:
+        local parts in the new placements, contiguous.
+    """
+    pairs = [(t, None) if not t.is_complex() else (torch.view_as_real(t), t) for t in tensors]
+    outs = _AllToAll.apply(group, rank, moves, *(real for real, _ in pairs))
+    return tuple(
+        out if old is None else torch.view_as_complex(out) for out, (_, old) in zip(outs, pairs, strict=True)
+    )
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, rank: int, moves: tuple[Move, ...], *tensors: torch.Tensor):
+        ctx.group, ctx.rank, ctx.moves = group, rank, moves
+        return _exchange(group, rank, moves, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        back = tuple((target, source) for source, target in ctx.moves)
+        return (None, None, None, *_exchange(ctx.group, ctx.rank, back, grads))
+
+
+class _Piece:
+    """Shapes of one tensor's move: how it is cut by destination and joined by source."""
+
+    def __init__(self, x: torch.Tensor, move: Move, rank: int) -> None:
+        source, target = move
+        assert source.dim != target.dim, "an exchange moves the sharding to another dim"
+        self.source, self.target = source, target
+        first, second = sorted((source, target), key=lambda s: s.dim)
+        shape = list(x.shape)
+        lengths = {id(source): source.sizes[rank], id(target): target.block}
+        exposed = [
+            *shape[: first.dim], first.outer, lengths[id(first)],
+            *shape[first.dim + 1 : second.dim], second.outer, lengths[id(second)],
+            *shape[second.dim + 1 :],
+        ]  # fmt: skip
+        self.view = x.reshape(exposed)
+        self.have_dim = first.dim + 1 if first is source else second.dim + 2
+        self.want_dim = first.dim + 1 if first is target else second.dim + 2
+        self.first_dim, self.second_dim = first.dim, second.dim
+
+    def shape(self, have: int, want: int) -> list[int]:
+        shape = list(self.view.shape)
+        shape[self.have_dim], shape[self.want_dim] = have, want
+        return shape
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """Fold the exposed dims back."""
+        x = x.flatten(self.second_dim + 1, self.second_dim + 2)
+        return x.flatten(self.first_dim, self.first_dim + 1)
+
+
+def _exchange(
+    group: Any, rank: int, moves: Sequence[Move], tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    pieces = [_Piece(x, move, rank) for x, move in zip(tensors, moves, strict=True)]
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) > 1:
+        return tuple(_exchange(group, rank, [m], [x])[0] for m, x in zip(moves, tensors, strict=True))
+    if all(p.source.even and p.target.even for p in pieces):
+        return _exchange_even(group, rank, pieces)
+    return _exchange_uneven(group, rank, pieces)
+
+
+def _exchange_even(group: Any, rank: int, pieces: Sequence[_Piece]) -> tuple[torch.Tensor, ...]:
+    """Equal parts: one copy to pack and one to unpack for each tensor."""
+    n = len(pieces[0].source.sizes)
+    shapes = [p.shape(p.source.sizes[0], p.target.sizes[0]) for p in pieces]
+    counts = [math.prod(shape) for shape in shapes]
+    sent = pieces[0].view.new_empty((n, sum(counts)))
+    at = 0
+    for piece, shape, count in zip(pieces, shapes, counts, strict=True):
+        cut = piece.view.unflatten(piece.want_dim, (n, piece.target.sizes[0])).movedim(piece.want_dim, 0)
+        sent.narrow(1, at, count).unflatten(1, shape).copy_(cut)
+        at += count
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    outs, at = [], 0
+    for piece, shape, count in zip(pieces, shapes, counts, strict=True):
+        parts = received.narrow(1, at, count).unflatten(1, shape)
+        outs.append(piece.joined(parts.movedim(0, piece.have_dim).flatten(piece.have_dim, piece.have_dim + 1).contiguous()))
+        at += count
+    return tuple(outs)
+
+
+def _exchange_uneven(group: Any, rank: int, pieces: Sequence[_Piece]) -> tuple[torch.Tensor, ...]:
+    """Parts of any size, none included: the exchange carries split sizes."""
+    n = len(pieces[0].source.sizes)
+    to = [[p.shape(p.source.sizes[rank], p.target.sizes[r]) for p in pieces] for r in range(n)]
+    frm = [[p.shape(p.source.sizes[r], p.target.sizes[rank]) for p in pieces] for r in range(n)]
+    out_counts = [sum(math.prod(s) for s in shapes) for shapes in to]
+    in_counts = [sum(math.prod(s) for s in shapes) for shapes in frm]
+    cuts = [p.view.split(list(p.target.sizes), p.want_dim) for p in pieces]
+    sent = pieces[0].view.new_empty(sum(out_counts))
+    at = 0
+    for r in range(n):
+        for k, shape in enumerate(to[r]):
+            count = math.prod(shape)
+            sent.narrow(0, at, count).view(shape).copy_(cuts[k][r])
+            at += count
+    received = sent.new_empty(sum(in_counts))
+    dist.all_to_all_single(received, sent, in_counts, out_counts, group=group)
+    parts: list[list[torch.Tensor]] = [[] for _ in pieces]
+    at = 0
+    for r in range(n):
+        for k, shape in enumerate(frm[r]):
+            count = math.prod(shape)
+            parts[k].append(received.narrow(0, at, count).view(shape))
+            at += count
+    return tuple(p.joined(torch.cat(parts[k], p.have_dim)) for k, p in enumerate(pieces))
+
+
+def relayout(group: Any, rank: int, source: Shard, target: Shard, x: torch.Tensor) -> torch.Tensor:
+    """Move the borders between ranks along one dim (other sizes, other `outer`): one all-to-all of the rows that move."""
+    return _Relayout.apply(group, rank, source, target, x)
+
+
+class _Relayout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, rank: int, source: Shard, target: Shard, x: torch.Tensor):
+        ctx.saved = group, rank, source, target
+        return _move_rows(group, rank, source, target, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        group, rank, source, target = ctx.saved
+        return None, None, None, None, _move_rows(group, rank, target, source, grad)
+
+
+def _intervals(shard: Shard, rank: int) -> list[tuple[int, int, int]]:
+    """(start in the whole dim, end, start in the local dim) of what a rank holds."""
+    size, offset = shard.sizes[rank], shard.offsets[rank]
+    return [(o * shard.block + offset, o * shard.block + offset + size, o * size) for o in range(shard.outer)]
+
+
+def _overlaps(a: list[tuple[int, int, int]], b: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """(start in the whole dim, start in a's local dim, length) of what two ranks have in common."""
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        low, high = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if low < high:
+            found.append((low, a[i][2] + low - a[i][0], high - low))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _move_rows(group: Any, rank: int, source: Shard, target: Shard, x: torch.Tensor) -> torch.Tensor:
+    n, dim = len(source.sizes), source.dim
+    x = x.movedim(dim, 0)
+    row = x[:1].numel() if x.shape[0] else math.prod(x.shape[1:])
+    mine = _intervals(source, rank)
+    pieces, out_counts = [], []
+    for r in range(n):
+        overlap = _overlaps(mine, _intervals(target, r))
+        pieces.extend(x.narrow(0, start, length) for _, start, length in overlap)
+        out_counts.append(row * sum(length for *_, length in overlap))
+    sent = torch.cat([p.reshape(-1) for p in pieces]) if pieces else x.new_empty(0)
+    incoming, in_counts = [], []
+    for r in range(n):
+        overlap = _overlaps(_intervals(source, r), _intervals(target, rank))
+        incoming.extend((start, length) for start, _, length in overlap)
+        in_counts.append(row * sum(length for *_, length in overlap))
+    received = x.new_empty(sum(in_counts))
+    dist.all_to_all_single(received, sent, in_counts, out_counts, group=group)
+    parts = received.split([row * length for _, length in incoming]) if incoming else ()
+    ordered = [part for _, part in sorted(zip([s for s, _ in incoming], parts, strict=True), key=lambda p: p[0])]
+    shape = (target.outer * target.sizes[rank], *x.shape[1:])
+    joined = torch.cat(ordered) if ordered else received
+    return joined.view(shape).movedim(0, dim).contiguous()
+
+
+def all_gather(group: Any, rank: int, source: Shard, x: torch.Tensor) -> torch.Tensor:
+    """Shard -> replicate. Parts of unequal size are padded to the longest for the exchange."""
+    if x.dtype == torch.bool:
+        return _AllGather.apply(group, rank, source, x.to(torch.uint8)).to(torch.bool)
+    if x.is_complex():
+        return torch.view_as_complex(_AllGather.apply(group, rank, source, torch.view_as_real(x)))
+    return _AllGather.apply(group, rank, source, x)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, rank: int, source: Shard, x: torch.Tensor):
+        ctx.saved = group, rank, source
+        return _gather(group, rank, source, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        return None, None, None, _scatter_sum(*ctx.saved, grad)
+
+
+def _gather(group: Any, rank: int, source: Shard, x: torch.Tensor) -> torch.Tensor:
+    n, longest = len(source.sizes), max(source.sizes)
+    part = x.unflatten(source.dim, (source.outer, source.sizes[rank])).movedim(source.dim + 1, 0)
+    if part.shape[0] < longest:
+        part = torch.cat([part, part.new_zeros((longest - part.shape[0], *part.shape[1:]))])
+    part = part.contiguous()
+    out = part.new_empty((n * longest, *part.shape[1:]))
+    all_gather_single(out, part, group=group)
+    if not source.even:
+        out = torch.cat([out.narrow(0, r * longest, size) for r, size in enumerate(source.sizes)])
+    return merge(out.movedim(0, source.dim + 1), source).contiguous()
+
+
+def _scatter_sum(group: Any, rank: int, target: Shard, x: torch.Tensor) -> torch.Tensor:
+    n, longest = len(target.sizes), max(target.sizes)
+    whole = x.unflatten(target.dim, (target.outer, target.block)).movedim(target.dim + 1, 0)
+    if not target.even:
+        padded = whole.new_zeros((n * longest, *whole.shape[1:]))
+        for r, (offset, size) in enumerate(zip(target.offsets, target.sizes, strict=True)):
+            padded.narrow(0, r * longest, size).copy_(whole.narrow(0, offset, size))
+        whole = padded
+    whole = whole.contiguous()
+    out = whole.new_empty((longest, *whole.shape[1:]))
+    reduce_scatter_single(out, whole, group=group)
+    return merge(out.narrow(0, 0, target.sizes[rank]).movedim(0, target.dim + 1), target).contiguous()
+
+
+def reduce_scatter(group: Any, rank: int, target: Shard, x: torch.Tensor) -> torch.Tensor:
+    """Partial -> shard."""
+    return _ReduceScatter.apply(group, rank, target, x)
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, rank: int, target: Shard, x: torch.Tensor):
+        ctx.saved = group, rank, target
+        return _scatter_sum(group, rank, target, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        return None, None, None, _gather(*ctx.saved, grad)
+
+
+def all_reduce(group: Any, x: torch.Tensor) -> torch.Tensor:
+    """Partial -> replicate."""
+    return _AllReduce.apply(group, x)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, x: torch.Tensor):
+        ctx.group = group
+        return _summed(group, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        return None, _summed(ctx.group, grad)
+
+
+def _summed(group: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def scale_grad(factor: float, x: torch.Tensor) -> torch.Tensor:
+    """The same value; its gradient is multiplied."""
+    return _ScaleGrad.apply(factor, x)
+
+
+class _ScaleGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, factor: float, x: torch.Tensor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        return None, grad * ctx.factor
+
+
+def mean_grad(group: Any, n: int, x: torch.Tensor) -> torch.Tensor:
+    """The same value; its gradient becomes the mean over sp: what a caller who asked for it expects."""
+    return _MeanGrad.apply(group, n, x)
+
+
+class _MeanGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, n: int, x: torch.Tensor):
+        ctx.saved = group, n
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        group, n = ctx.saved
+        return None, None, _summed(group, grad) / n

@@ -1,0 +1,204 @@
+"""A placed graph -> a flat graph of local torch calls and collectives. Rank-free: sizes that differ are PerRank."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+from ..graph import Facts, facts, set_facts
+from ..placement import Partial, PerRank, Replicate, Shard
+from ..place import redistribute
+from ..place.rule import Local, fill
+
+__all__ = ["Collective", "Drawn", "flatten_exchanges", "localize"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A change of placement still to be bound to a group and a rank.
+
+    kind: "all_to_all" (args: one tensor per move), "relayout", "all_gather", "reduce_scatter", "all_reduce", "slice",
+    "scale_grad", "mean_grad".
+    """
+
+    kind: str
+    moves: tuple[tuple[Any, Any], ...] = ()
+    factor: float = 1.0
+
+    @property
+    def __name__(self) -> str:  # what fx and explain print
+        return self.kind
+
+    @property
+    def sends(self) -> bool:
+        return self.kind not in ("slice", "scale_grad")
+
+    def __call__(self, *args: Any) -> Any:
+        raise AssertionError("a collective of the lowered graph is bound to a rank before it runs")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A random call still to be bound to a rank and given the call's seed."""
+
+    target: Callable[..., Any]
+    sharded: bool
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.target, "__name__", "random")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a random call of the lowered graph is bound to a rank before it runs")
+
+
+def localize(placed: Graph, axis_size: int) -> Graph:
+    """Every node becomes the same call on local tensors, every redistribute a collective or a slice.
+
+    Sharded results multiply the gradient that comes in by n, whole float inputs that ask for a gradient get the mean
+    of all ranks' shares, so that gradients at the program's border are those of one device.
+    """
+    lowered = Graph()
+    made: dict[Node, Node] = {}
+
+    def add(like: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None, **changes: Any) -> Node:
+        node = lowered.call_function(target, args, dict(kwargs or {}))
+        set_facts(node, facts(like).having(**changes))
+        return node
+
+    for node in placed.nodes:
+        known: Facts = facts(node)
+        if node.op in ("placeholder", "get_attr"):
+            made[node] = lowered.create_node(node.op, node.target, name=node.name)
+            set_facts(made[node], known)
+        elif node.op == "output":
+            results = []
+            for result in node.args[0]:  # type: ignore[union-attr]
+                held = made[result]
+                if axis_size > 1 and isinstance(facts(result).placement, Shard) and facts(result).meta.requires_grad:
+                    held = add(result, Collective("scale_grad", factor=float(axis_size)), (held,), scope=(), rule=None, option=None)
+                results.append(held)
+            output = lowered.output(tuple(results))
+            set_facts(output, known)
+        elif node.target is redistribute:
+            source, target = node.args[1:]
+            made[node] = add(node, _collective(source, target), (made[node.args[0]],))
+        elif node.target is operator.getitem and known.option is None:
+            made[node] = add(node, operator.getitem, (made[node.args[0]], node.args[1]))
+        else:
+            made[node] = _call(node, known, made, add)
+    _border_gradients(lowered, axis_size)
+    lowered.lint()
+    return lowered
+
+
+def _call(node: Node, known: Facts, made: dict[Node, Node], add: Callable[..., Node]) -> Node:
+    op, option = known.option
+    local = Local(op.target, op.args, op.kwargs) if known.rule is None else known.rule.localize(op, option)
+    tensors: list[Node] = []
+    map_aggregate((node.args, node.kwargs), lambda v: tensors.append(v) if isinstance(v, Node) else None)
+    args = fill(local.args, [made[t] for t in tensors])
+    kwargs = fill(dict(local.kwargs), [made[t] for t in tensors])
+    target = local.target
+    if known.random:
+        target = Drawn(target, any(isinstance(p, Shard) for p in option.outs))
+    return add(node, target, args, kwargs)
+
+
+def _collective(source: Any, target: Any) -> Collective:
+    match source, target:
+        case Replicate(), Shard():
+            return Collective("slice", ((source, target),))
+        case Shard(), Shard() if source.dim == target.dim:
+            return Collective("relayout", ((source, target),))
+        case Shard(), Shard():
+            return Collective("all_to_all", ((source, target),))
+        case Shard(), Replicate():
+            return Collective("all_gather", ((source, target),))
+        case Partial(), Shard():
+            return Collective("reduce_scatter", ((source, target),))
+        case Partial(), Replicate():
+            return Collective("all_reduce", ((source, target),))
+    raise AssertionError(f"no way from {source} to {target}")
+
+
+def _border_gradients(graph: Graph, axis_size: int) -> None:
+    """Inputs that ask for a gradient: a whole one gets the mean over ranks, a DTensor's part its own n-th."""
+    if axis_size == 1:
+        return
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    if not inputs:
+        return
+    after = inputs[-1]
+    for node in inputs:
+        known = facts(node)
+        if not known.meta.requires_grad:
+            continue
+        sharded = isinstance(known.placement, Shard)
+        target = Collective("scale_grad", factor=1.0 / axis_size) if sharded else Collective("mean_grad", factor=axis_size)
+        users = list(node.users)
+        with graph.inserting_after(after):
+            bordered = graph.call_function(target, (node,))
+        set_facts(bordered, known.having(origin=None))
+        for user in users:
+            user.replace_input_with(node, bordered)
+        after = bordered
+
+
+def flatten_exchanges(graph: Graph) -> Graph:
+    """Exchanges that feed one operation become one: q, k and v travel together. Values stay bit-equal."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or isinstance(node.target, Collective):
+            continue
+        moves = [a for a in node.all_input_nodes if _is_exchange(a) and len(a.users) == 1]
+        moves = [a for a in moves if facts(a).scope == facts(moves[0]).scope]
+        if len(moves) < 2 or len({facts(a).meta.dtype for a in moves}) > 1:
+            continue
+        pairs = tuple(move.target.moves[0] for move in moves)  # type: ignore[union-attr]
+        with graph.inserting_after(max(moves)):
+            fused = graph.call_function(Collective("all_to_all", pairs), tuple(m.args[0] for m in moves))
+        first = facts(moves[0])
+        set_facts(
+            fused,
+            first.having(
+                outs=tuple(facts(m).meta for m in moves),
+                placements=tuple(facts(m).placement for m in moves),
+                homes=tuple(facts(m).home for m in moves),
+                single=False,
+                bytes=sum(facts(m).bytes for m in moves),
+            ),
+        )
+        after = fused
+        for index, move in enumerate(moves):
+            with graph.inserting_after(after):
+                after = graph.call_function(operator.getitem, (fused, index))
+            set_facts(after, facts(move).having(bytes=0))
+            move.replace_all_uses_with(after)
+            graph.erase_node(move)
+    graph.lint()
+    return graph
+
+
+def _is_exchange(node: Node) -> bool:
+    return isinstance(node.target, Collective) and node.target.kind == "all_to_all" and len(node.target.moves) == 1
+
+
+def bound(value: Any, rank: int) -> Any:
+    """PerRank integers become this rank's."""
+    return map_aggregate(value, lambda v: v.values[rank] if isinstance(v, PerRank) else v)
+
+
+def local_meta(known: Facts, index: int, rank: int) -> tuple[int, ...]:
+    """The shape that a rank holds of one result."""
+    shape = list(known.outs[index].shape)
+    placement = known.placements[index]
+    if isinstance(placement, Shard):
+        shape[placement.dim] = placement.local(rank)
+    return tuple(shape)
+
+

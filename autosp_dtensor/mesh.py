@@ -1,0 +1,79 @@
+"""Axis names and size checks, and the mesh that FSDP2 or DDP gets."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._torch import flatten_mesh
+from .errors import MeshError
+
+__all__ = ["data_shard", "fsdp_mesh", "sp_mesh"]
+
+REPLICATE_AXIS = "dp_replicate"
+
+
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return tuple(mesh.mesh_dim_names or ())
+
+
+def sp_mesh(mesh: DeviceMesh, sp_axis: str) -> DeviceMesh:
+    """The one-dimensional mesh of the sp axis.
+
+    Raises:
+        MeshError: the mesh has no axis of that name.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"parallelize needs a DeviceMesh, got {type(mesh).__name__}.",
+            fix='mesh = init_device_mesh("cuda", (dp, sp), mesh_dim_names=("dp", "sp"))',
+        )
+    names = axis_names(mesh)
+    if sp_axis not in names:
+        raise MeshError(
+            f"the mesh has no axis '{sp_axis}'.",
+            have=f"axes {names or 'without names'} of sizes {tuple(mesh.shape)}",
+            why="sequences are split over that axis",
+            fix=f'init_device_mesh(..., mesh_dim_names=("dp", "{sp_axis}")), or pass sp_axis=',
+        )
+    return mesh if len(names) == 1 else mesh[sp_axis]
+
+
+def fsdp_mesh(mesh: DeviceMesh, *, sp_axis: str = "sp", dp_axis: str = "dp") -> DeviceMesh:
+    """The mesh for `fully_shard` or DDP: dp and sp as one dimension, since both hold copies of every parameter.
+
+    With an axis "dp_replicate" the result has two dimensions, replicate and shard, as HSDP wants.
+
+    Args:
+        mesh: the mesh given to `parallelize`.
+        sp_axis: name of the sequence axis.
+        dp_axis: name of the data axis; a mesh without it has sp alone.
+
+    Raises:
+        MeshError: the mesh has no axis `sp_axis`.
+    """
+    sp_mesh(mesh, sp_axis)
+    names = axis_names(mesh)
+    members = tuple(name for name in names if name in (dp_axis, sp_axis))
+    flat = mesh[members[0]] if len(members) == 1 and len(names) > 1 else mesh
+    if len(members) > 1:
+        flat = flatten_mesh(mesh, members, "_".join(members))
+    if REPLICATE_AXIS in names:
+        shard = members[0] if len(members) == 1 else "_".join(members)
+        return mesh[(REPLICATE_AXIS, shard)]
+    return flat
+
+
+def data_shard(mesh: DeviceMesh, *, sp_axis: str = "sp") -> tuple[int, int]:
+    """(num_replicas, rank) for a DistributedSampler, so that all ranks of an sp group read the same rows.
+
+    Every axis but sp counts as a data axis.
+    """
+    sp_mesh(mesh, sp_axis)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise MeshError("this rank is not part of the mesh.", have=str(mesh))
+    replicas, rank = 1, 0
+    for name, size, at in zip(axis_names(mesh), mesh.shape, coordinate, strict=True):
+        if name != sp_axis:
+            replicas, rank = replicas * size, rank * size + at
+    return replicas, rank

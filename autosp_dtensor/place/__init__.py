@@ -1,0 +1,26 @@
+"""Graph, mesh axis size -> a placement for every node, explicit redistributes."""
+
+from __future__ import annotations
+
+from torch.fx import Graph
+
+from ..placement import Placement
+from .canonical import canonicalize
+from .placer import Placer, redistribute
+
+__all__ = ["place", "redistribute"]
+
+
+def place(graph: Graph, axis_size: int, inputs: list[Placement | None], seq_dim: int) -> Graph:
+    """Place every node of a captured graph.
+
+    Args:
+        graph: the whole-sequence graph; it is rewritten into canonical form.
+        axis_size: ranks on the sp axis.
+        inputs: placement of each input tensor that comes sharded (a DTensor), None for a whole one.
+        seq_dim: the sequence dim of the inputs.
+
+    Raises:
+        PlacementError: an operation on sharded values has no rule; all such operations are listed.
+    """
+    return Placer(canonicalize(graph, axis_size), axis_size, inputs, seq_dim).run()

@@ -1,0 +1,170 @@
+"""Rewrites of whole-sequence calls into equal ones whose parts can be placed. Values change by rounding at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..graph import Facts, Meta, facts, set_facts, short_name
+
+__all__ = ["canonicalize", "target_weight"]
+
+
+def canonicalize(graph: Graph, axis_size: int) -> Graph:
+    """Means over tokens become sums over a global count; key heads that do not divide by ranks are repeated."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        name = short_name(node.target)
+        if name in ("cross_entropy", "nll_loss"):
+            _class_loss_mean(graph, node, name)
+        elif name in _ELEMENT_LOSSES:
+            _element_loss_mean(graph, node, name)
+        elif name == "scaled_dot_product_attention":
+            _repeat_key_heads(graph, node, axis_size)
+    graph.lint()
+    return graph
+
+
+def _add(
+    graph: Graph,
+    like: Node,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    meta: Meta,
+    aten: tuple[Any, ...] = (),
+) -> Node:
+    node = graph.call_function(target, args, kwargs)
+    set_facts(node, replace(facts(like), outs=(meta,), aten=aten, random=False, single=True))
+    return node
+
+
+def _bind(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
+    bound = dict(zip(names, node.args, strict=False))
+    bound.update(node.kwargs)
+    return bound
+
+
+_CLASS_NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
+
+def _class_loss_mean(graph: Graph, node: Node, name: str) -> None:
+    """mean -> sum over the weight of valid targets, which every rank counts on the whole target."""
+    given = _bind(node, _CLASS_NAMES)
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        reduction = torch.nn._reduction.legacy_get_string(given.get("size_average"), given.get("reduce"))
+    else:
+        reduction = given.get("reduction", "mean")
+    logits, target, weight = given["input"], given["target"], given.get("weight")
+    kept = {k: given[k] for k in ("ignore_index", "label_smoothing") if k in given}
+    if name == "nll_loss":
+        kept.pop("label_smoothing", None)
+    known: Facts = facts(node)
+    with graph.inserting_before(node):
+        if reduction != "mean":
+            same = _add(graph, node, node.target, (logits, target, weight), {**kept, "reduction": reduction},
+                        known.meta, known.aten)
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+            return
+        if facts(logits).meta.dtype == torch.float16:  # a sum over tokens leaves the range of fp16
+            meta = replace(facts(logits).meta, dtype=torch.float32)
+            logits = _add(graph, node, torch.Tensor.float, (logits,), {}, meta, (torch.ops.aten._to_copy.default,))
+        dtype = facts(logits).meta.dtype if known.meta.dtype == torch.float16 else known.meta.dtype
+        total = _add(
+            graph, node, node.target, (logits, target, weight), {**kept, "reduction": "sum"}, replace(known.meta, dtype=dtype)
+        )
+        count_meta = replace(known.meta, requires_grad=False, dtype=dtype)
+        if facts(target).meta.dtype.is_floating_point:
+            shape = facts(target).meta.shape
+            count: Any = facts(target).meta.numel // (shape[1] if len(shape) > 1 else shape[0])
+        else:
+            count = _add(
+                graph, node, target_weight, (target, weight, given.get("ignore_index", -100), dtype), {}, count_meta
+            )
+        mean = _add(graph, node, torch.div, (total, count), {}, replace(known.meta, dtype=dtype), (torch.ops.aten.div.Tensor,))
+        if dtype != known.meta.dtype:
+            mean = _add(graph, node, torch.Tensor.to, (mean, known.meta.dtype), {}, known.meta, (torch.ops.aten._to_copy.default,))
+    node.replace_all_uses_with(mean)
+    graph.erase_node(node)
+
+
+def target_weight(
+    target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """What cross entropy's mean divides by: the number of valid targets, or the sum of their class weights."""
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum().to(dtype)
+    return (weight.detach()[target.where(valid, 0)] * valid).sum().to(dtype)
+
+
+_ELEMENT_LOSSES = {
+    "mse_loss": ("input", "target", "size_average", "reduce", "reduction", "weight"),
+    "l1_loss": ("input", "target", "size_average", "reduce", "reduction", "weight"),
+    "smooth_l1_loss": ("input", "target", "size_average", "reduce", "reduction", "beta"),
+    "huber_loss": ("input", "target", "reduction", "delta", "weight"),
+    "binary_cross_entropy": ("input", "target", "weight", "size_average", "reduce", "reduction"),
+    "binary_cross_entropy_with_logits": (
+        "input", "target", "weight", "size_average", "reduce", "reduction", "pos_weight"),
+    "kl_div": ("input", "target", "size_average", "reduce", "reduction", "log_target"),
+    "soft_margin_loss": ("input", "target", "size_average", "reduce", "reduction"),
+    "poisson_nll_loss": ("input", "target", "log_input", "full", "size_average", "eps", "reduce", "reduction"),
+}  # fmt: skip
+
+
+def _element_loss_mean(graph: Graph, node: Node, name: str) -> None:
+    """Any reduction -> reduction="none", then sum or mean as an operation of its own."""
+    given = _bind(node, _ELEMENT_LOSSES[name])
+    reduction = given.get("reduction", "mean")
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        reduction = torch.nn._reduction.legacy_get_string(given.get("size_average"), given.get("reduce"))
+    if reduction == "none" or given.get("weight") is not None and name in ("mse_loss", "l1_loss", "huber_loss"):
+        return
+    known = facts(node)
+    a, b = facts(given["input"]).meta, facts(given["target"]).meta
+    shape = torch.broadcast_shapes(a.shape, b.shape)
+    extra = {k: v for k, v in given.items() if k not in ("input", "target", "size_average", "reduce", "reduction")}
+    with graph.inserting_before(node):
+        each = _add(
+            graph, node, node.target, (given["input"], given["target"]), {**extra, "reduction": "none"},
+            replace(known.meta, shape=tuple(shape)), known.aten,
+        )  # fmt: skip
+        if reduction == "batchmean":
+            total = _add(graph, node, torch.sum, (each,), {}, known.meta)
+            result = _add(graph, node, torch.div, (total, a.shape[0]), {}, known.meta, (torch.ops.aten.div.Tensor,))
+        else:
+            result = _add(graph, node, torch.sum if reduction == "sum" else torch.mean, (each,), {}, known.meta)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+_SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _repeat_key_heads(graph: Graph, node: Node, axis_size: int) -> None:
+    """enable_gqa with fewer key heads than ranks: repeat them, so that query heads decide the split."""
+    given = _bind(node, _SDPA_NAMES)
+    query, key = facts(given["query"]).meta, facts(given["key"]).meta
+    if not given.get("enable_gqa") or len(query.shape) < 3:
+        return
+    group = query.shape[-3] // key.shape[-3]
+    if key.shape[-3] >= axis_size or group == 1:
+        return
+    with graph.inserting_before(node):
+        for name in ("key", "value"):
+            old = given[name]
+            meta = facts(old).meta
+            shape = (*meta.shape[:-3], meta.shape[-3] * group, *meta.shape[-2:])
+            given[name] = _add(
+                graph, node, torch.repeat_interleave, (old, group, len(shape) - 3), {}, replace(meta, shape=shape)
+            )
+    given["enable_gqa"] = False
+    node.args = ()
+    node.kwargs = {k: v for k, v in given.items() if k not in ("query", "key", "value")}
+    node.args = (given["query"], given["key"], given["value"])

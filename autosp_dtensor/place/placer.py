@@ -1,0 +1,446 @@
+"""Give every value a placement, by abstract interpretation of the whole-sequence graph, node by node.
+
+Each value may exist in several placements at once; `want` makes the one asked for, by the cheapest way: what exists,
+the same cheap operation done again on other inputs (so rotary tables are computed for this rank's positions alone),
+or a redistribute node. Nothing is redistributed out of sight.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+from ..errors import PlacementError
+from ..graph import Facts, Scope, describe, facts, set_facts, short_name
+from ..placement import Partial, Placement, Replicate, Shard, chunk_sizes
+from .cost import sent_bytes
+from .rule import Op, Option, Rule, Slot
+from .table import find_rule
+
+__all__ = ["Placer", "redistribute", "seed_inputs"]
+
+REPLICATE = Replicate()
+
+
+def redistribute(x: torch.Tensor, source: Placement, target: Placement) -> torch.Tensor:
+    """Marks a change of placement in a placed graph; lowering turns it into a collective or a slice."""
+    raise AssertionError("a placed graph is not run; lower it first")
+
+
+@dataclass
+class Value:
+    """One captured value in the placed graph: the placement it was computed in, and further versions of it."""
+
+    source: Node
+    placement: Placement
+    home: Shard | None
+    versions: dict[Placement, Node] = field(default_factory=dict)
+    rule: Rule | None = None
+    op: Op | None = None
+    inputs: tuple[Node, ...] = ()
+
+    @property
+    def facts(self) -> Facts:
+        return facts(self.source)
+
+
+class Placer:
+    """Places one captured graph. `result` is the placed graph; node facts hold placements, rule and option."""
+
+    def __init__(self, graph: Graph, axis_size: int, inputs: list[Placement | None], seq_dim: int) -> None:
+        self.graph = graph
+        self.n = axis_size
+        self.inputs = inputs
+        self.seq_dim = seq_dim
+        self.result = Graph()
+        self.values: dict[Node, Value] = {}
+        self.tuples: dict[Node, tuple[Node, Option, tuple[Shard | None, ...]]] = {}
+        self.homes = seed_inputs(graph, inputs, axis_size, seq_dim)
+        self.lengths = {shard.block for shard in self.homes.values()}
+        self.refused: list[str] = []
+        self.first_refused: PlacementError | None = None
+
+    def run(self) -> Graph:
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._place_input(node)
+            elif node.op == "get_attr":
+                self._keep(node, self.result.create_node("get_attr", node.target, name=node.name), REPLICATE, None)
+            elif node.op == "output":
+                self._place_output(node)
+            elif node.target is operator.getitem and node.args[0] in self.tuples:
+                self._place_element(node)
+            else:
+                self._place_call(node)
+        if self.first_refused is not None:
+            raise self._all_refusals()
+        self.result.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        self.result.lint()
+        return self.result
+
+    # -- sources and results --------------------------------------------------------------------
+
+    def _keep(self, node: Node, placed: Node, placement: Placement, home: Shard | None, **how: Any) -> Value:
+        value = Value(node, placement, home, {placement: placed}, **how)
+        known = facts(node)
+        set_facts(placed, known.having(placements=(placement,), homes=(home,)))
+        self.values[node] = value
+        return value
+
+    def _place_input(self, node: Node) -> None:
+        placed = self.result.placeholder(node.name)
+        known = facts(node)
+        assert known.origin is not None
+        given = self.inputs[int(known.origin.name)]
+        home = self.homes.get(node)
+        if isinstance(given, Shard):
+            self._keep(node, placed, given, given)
+            return
+        value = self._keep(node, placed, REPLICATE, home)
+        if home is not None and known.meta.dtype.is_floating_point:
+            self.want(node, home)
+            value.placement = home
+
+    def _place_output(self, node: Node) -> None:
+        results = []
+        for each in node.args[0]:  # type: ignore[union-attr]
+            results.append(self.want(each, self._output_placement(each)))
+        placed = self.result.output(tuple(results))
+        set_facts(placed, facts(node).having(placements=tuple(facts(r).placement for r in results)))
+
+    def _output_placement(self, node: Node) -> Placement:
+        """What a DTensor can say: replicated, or the chunks of `torch.chunk` on one dim."""
+        value = self.values[node]
+        placement = value.placement
+        if not isinstance(placement, Shard):
+            return REPLICATE
+        shape = value.facts.meta.shape
+        return Shard(placement.dim, chunk_sizes(shape[placement.dim], self.n))
+
+    # -- operations -----------------------------------------------------------------------------
+
+    def _op(self, node: Node) -> tuple[Op, tuple[Node, ...]]:
+        tensors: list[Node] = []
+
+        def slot(value: Any) -> Any:
+            if not isinstance(value, Node):
+                return value
+            tensors.append(value)
+            return Slot(len(tensors) - 1)
+
+        args, kwargs = map_aggregate((node.args, node.kwargs), slot)  # type: ignore[misc]
+        known = facts(node)
+        op = Op(
+            node.target,  # type: ignore[arg-type]
+            short_name(node.target),
+            args,
+            kwargs,
+            tuple(facts(t).meta for t in tensors),
+            known.outs,
+            self.n,
+            known.single,
+        )
+        return op, tuple(tensors)
+
+    def _place_call(self, node: Node) -> None:
+        op, tensors = self._op(node)
+        values = [self.values[t] for t in tensors]
+        rule = find_rule(op.target, op.name, facts(node))
+        option = self._choose(node, op, rule, values)
+        homes = self._homes(op, rule, values, option)
+        placed = self._emit(node, op, rule, option, tensors, homes)
+        if op.single:
+            self._keep_call(node, placed, option, homes, rule, op, tensors)
+        else:
+            self.tuples[node] = (placed, option, homes)
+
+    def _keep_call(self, node, placed, option, homes, rule, op, tensors) -> None:
+        value = Value(node, option.outs[0], homes[0], {option.outs[0]: placed}, rule, op, tensors)
+        self.values[node] = value
+
+    def _place_element(self, node: Node) -> None:
+        call, option, homes = self.tuples[node.args[0]]  # type: ignore[index]
+        index = self._tensor_index(node)
+        placed = self.result.call_function(operator.getitem, (call, node.args[1]))
+        self._keep(node, placed, option.outs[index], homes[index] if index < len(homes) else None)
+
+    def _tensor_index(self, node: Node) -> int:
+        """Which of the call's tensors this element is (elements that are no tensors are not counted)."""
+        siblings = sorted({user.args[1] for user in node.args[0].users})  # type: ignore[union-attr, type-var]
+        outs = facts(node.args[0]).outs  # type: ignore[arg-type]
+        if len(siblings) == len(outs):
+            return siblings.index(node.args[1])
+        return int(node.args[1])  # type: ignore[arg-type]
+
+    def _emit(self, node: Node, op: Op, rule: Rule | None, option: Option, tensors: tuple[Node, ...],
+              homes: tuple[Shard | None, ...], after: Node | None = None) -> Node:  # fmt: skip
+        nodes = [self.want(t, p) for t, p in zip(tensors, option.ins, strict=True)]
+        args, kwargs = map_aggregate(
+            (op.args, op.kwargs), lambda v: nodes[v.index] if isinstance(v, Slot) else v
+        )  # type: ignore[misc]
+        if after is None:
+            placed = self.result.call_function(op.target, args, dict(kwargs), name=node.name)
+        else:
+            with self.result.inserting_after(after):
+                placed = self.result.call_function(op.target, args, dict(kwargs))
+        set_facts(
+            placed, facts(node).having(placements=option.outs, homes=homes, rule=rule, option=(op, option))
+        )
+        return placed
+
+    # -- choosing -------------------------------------------------------------------------------
+
+    def _choose(self, node: Node, op: Op, rule: Rule | None, values: list[Value]) -> Option:
+        base = rule or _NO_RULE
+        whole = base.whole(op)
+        all_whole = all(isinstance(v.placement, Replicate) for v in values)
+        if rule is None:
+            if not all_whole and self.n > 1:
+                self._refuse(node, op, values)
+            return whole
+        if all_whole:
+            return self._cut(op, rule, values) or whole
+        options: list[Option] = []
+        for i, value in enumerate(values):
+            if isinstance(value.placement, Shard):
+                options.append(rule.from_input(op, i, value.placement))  # type: ignore[arg-type]
+        for i, value in enumerate(values):
+            if value.home is not None and value.home != value.placement:
+                options.append(rule.from_input(op, i, value.home))  # type: ignore[arg-type]
+        options = [option for option in options if option is not None]
+        costs = [self._cost(option, values, op) for option in options]
+        if not options or min(costs) > 0:
+            for option in rule.fresh(op):
+                options.append(option)
+                costs.append(self._cost(option, values, op))
+            options.append(whole)
+            costs.append(self._cost(whole, values, op) * 1.01)
+        best = min(range(len(options)), key=lambda k: costs[k])
+        return options[best]
+
+    def _cut(self, op: Op, rule: Rule, values: list[Value]) -> Option | None:
+        """Where tokens become vectors: integers that come from the sequence go in, floats come out."""
+        if not op.outs or not op.outs[0].dtype.is_floating_point:
+            return None
+        for i, value in enumerate(values):
+            kind = value.facts.meta.dtype
+            if value.home is None or kind.is_floating_point or kind.is_complex or kind is torch.bool:
+                continue
+            option = rule.from_input(op, i, value.home)
+            if option is not None and all(isinstance(out, Shard) for out in option.outs):
+                return option
+        return None
+
+    def _cost(self, option: Option, values: list[Value], op: Op) -> float:
+        total = 0.0
+        for value, target in zip(values, option.ins, strict=True):
+            total += self._way(value, target)
+        for meta, out in zip(op.outs, option.outs, strict=True):
+            if isinstance(out, Partial):
+                total += sent_bytes(meta, out, REPLICATE, self.n)
+        return total
+
+    def _way(self, value: Value, target: Placement) -> float:
+        if target in value.versions or self.n == 1:
+            return 0.0
+        costs = [sent_bytes(value.facts.meta, p, target, self.n) for p in value.versions]
+        if isinstance(target, Replicate):  # at equal bytes, an exchange leaves less on each rank than a gather
+            costs = [cost * 1.1 for cost in costs]
+        if isinstance(target, Replicate) and self._can_redo_whole(value):
+            costs.append(0.0)
+        return min(costs)
+
+    def _homes(self, op: Op, rule: Rule | None, values: list[Value], option: Option) -> tuple[Shard | None, ...]:
+        """Where the sequence dim is in the results, whether or not they are sharded on it now."""
+        if not values and op.name == "arange" and op.outs[0].shape[0] in self.lengths:
+            return (Shard(0, chunk_sizes(op.outs[0].shape[0], self.n)),)  # positions, very likely
+        if rule is None:
+            return (None,) * len(op.outs)
+        for i, value in enumerate(values):
+            if value.home is None:
+                continue
+            moved = rule.from_input(op, i, value.home, local=False)
+            if moved is not None and any(isinstance(out, Shard) for out in moved.outs):
+                return tuple(out if isinstance(out, Shard) else None for out in moved.outs)
+        return (None,) * len(op.outs)
+
+    # -- versions -------------------------------------------------------------------------------
+
+    def want(self, node: Node, placement: Placement) -> Node:
+        """The node that holds `node`'s value as `placement`."""
+        value = self.values[node]
+        if placement in value.versions:
+            return value.versions[placement]
+        if self.n == 1:
+            value.versions[placement] = value.versions[value.placement]
+            return value.versions[placement]
+        made = None
+        if isinstance(placement, Replicate) and self._can_redo_whole(value):
+            made = self._redo(value, value.rule.whole(value.op))  # type: ignore[union-attr, arg-type]
+        elif isinstance(placement, Shard) and self._can_redo(value):
+            option = value.rule.from_output(value.op, placement)  # type: ignore[union-attr, arg-type]
+            if option is not None and option.outs[0] == placement:
+                made = self._redo(value, option)
+        if made is None:
+            made = self._redistribute(value, placement)
+        if value.source.op != "get_attr":  # a parameter's slice is taken where it is used
+            value.versions[placement] = made
+        return made
+
+    def _can_redo(self, value: Value) -> bool:
+        """Cheap, without gradient, computed whole: better computed again on a part of its inputs than sliced."""
+        return (
+            value.op is not None
+            and value.rule is not None
+            and value.rule.cheap
+            and value.op.single
+            and REPLICATE in value.versions
+            and not value.facts.meta.requires_grad
+            and value.facts.meta.dtype.is_floating_point
+            and not value.facts.random
+        )
+
+    def _can_redo_whole(self, value: Value) -> bool:
+        """Cheap, without gradient, and all its inputs can be had whole for nothing."""
+        return (
+            value.op is not None
+            and value.rule is not None
+            and value.rule.cheap
+            and value.op.single
+            and not value.facts.meta.requires_grad
+            and not value.facts.random
+            and all(self._free_whole(t) for t in value.inputs)
+        )
+
+    def _free_whole(self, node: Node) -> bool:
+        value = self.values.get(node)
+        if value is None:
+            return False
+        return REPLICATE in value.versions or self._can_redo_whole(value)
+
+    def _redo(self, value: Value, option: Option) -> Node:
+        assert value.op is not None
+        placed = value.versions[value.placement]
+        after = max([placed, *(self.want(t, p) for t, p in zip(value.inputs, option.ins, strict=True))])
+        return self._emit(value.source, value.op, value.rule, option, value.inputs, (value.home,), after=after)
+
+    def _redistribute(self, value: Value, target: Placement) -> Node:
+        source = min(
+            (p for p in value.versions if not (isinstance(p, Partial) and len(value.versions) > 1)),
+            key=lambda p: sent_bytes(value.facts.meta, p, target, self.n),
+        )
+        held = value.versions[source]
+        known = facts(held)
+        new = known.having(
+            outs=(known.meta,) if known.single else known.outs,
+            placements=(target,),
+            homes=(value.home,),
+            rule=None,
+            option=None,
+            aten=(),
+            random=False,
+            bytes=int(sent_bytes(value.facts.meta, source, target, self.n)),
+        )
+        new = replace(new, outs=(value.facts.meta,), single=True)
+        if held.op == "get_attr":
+            made = self.result.call_function(redistribute, (held, source, target))
+            new = new.having(scope=self._scope_now())
+        else:
+            with self.result.inserting_after(_last_source(held)):
+                made = self.result.call_function(redistribute, (held, source, target))
+        set_facts(made, new.having(origin=None))
+        return made
+
+    def _scope_now(self) -> tuple[Scope, ...]:
+        return self._current.scope if self._current is not None else ()
+
+    _current: Facts | None = None
+
+    # -- refusing -------------------------------------------------------------------------------
+
+    def _refuse(self, node: Node, op: Op, values: list[Value]) -> None:
+        known = facts(node)
+        have = [
+            f"{_argument_name(k)} {describe(v.facts.meta, v.placement)}" for k, v in enumerate(values)
+        ]
+        error = PlacementError(
+            f"{_full_name(op.target)} has no rule for a value split over mesh axis 'sp' (size {self.n}).",
+            where=f"{known.source}, {op.name}",
+            have=have,
+            why="each rank holds a part of the sequence, and it is not known whether the operation reads across parts",
+            fix=f'register one: autosp.register_rule({_full_name(op.target)}, "{_example_spec(values)}"), '
+            "with [] around dims that it reads whole",
+        )
+        self.refused.append(f"{op.name} at {known.source}")
+        self.first_refused = self.first_refused or error
+
+    def _all_refusals(self) -> PlacementError:
+        first = self.first_refused
+        assert first is not None
+        others = sorted(set(self.refused[1:]) - {self.refused[0]})
+        if not others:
+            return first
+        more = [f"also  {text}" for text in others[:10]]
+        have = [first.have] if isinstance(first.have, str) else list(first.have or ())
+        return PlacementError(first.what, where=first.where, have=[*have, *more], why=first.why, fix=first.fix)
+
+
+_NO_RULE = Rule()
+
+
+def _last_source(node: Node) -> Node:
+    """Placeholders stay together at the top: what is made of one comes after the last."""
+    if node.op != "placeholder":
+        return node
+    last = node
+    while last.next.op == "placeholder":
+        last = last.next
+    return last
+
+
+def _argument_name(index: int) -> str:
+    return f"arg {index}"
+
+
+def _full_name(target: Callable[..., Any]) -> str:
+    inner = getattr(target, "target", getattr(target, "func", target))
+    owner = getattr(inner, "__self__", None)
+    if getattr(inner, "__name__", "") == "apply" and isinstance(owner, type):
+        return owner.__name__
+    module = getattr(inner, "__module__", None) or "torch"
+    name = getattr(inner, "__name__", str(inner))
+    return f"{module}.{name}" if module.startswith("torch") else name
+
+
+def _example_spec(values: list[Value]) -> str:
+    return ", ".join(" ".join("abcdefghij"[: len(v.facts.meta.shape)]) or "()" for v in values) + " -> ..."
+
+
+def seed_inputs(
+    graph: Graph, inputs: list[Placement | None], axis_size: int, seq_dim: int
+) -> dict[Node, Shard]:
+    """Which dim of which input is the sequence.
+
+    The length is that of the first integer input with more dims than `seq_dim`, else of the first float one. An integer
+    with that length there, or a float with it and a dim after it, is a sequence. This decides where values are cut,
+    never what is computed: a wrong guess costs an exchange.
+    """
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    wide = [n for n in nodes if len(facts(n).meta.shape) > seq_dim]
+    integers = [n for n in wide if not facts(n).meta.dtype.is_floating_point]
+    floats = [n for n in wide if facts(n).meta.dtype.is_floating_point and len(facts(n).meta.shape) > seq_dim + 1]
+    first = (integers or floats)[:1]
+    if not first:
+        return {}
+    length = facts(first[0]).meta.shape[seq_dim]
+    return {
+        n: Shard(seq_dim, chunk_sizes(length, axis_size))
+        for n in (*integers, *floats)
+        if facts(n).meta.shape[seq_dim] == length
+    }

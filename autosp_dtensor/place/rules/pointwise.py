@@ -1,0 +1,66 @@
+"""Operations that treat every element alike, with broadcasting; most are found by ATen's own tag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..rule import FactorRule, Factors, Op
+
+__all__ = ["POINTWISE", "RULES", "is_pointwise"]
+
+_aten = torch.ops.aten
+_HARMLESS = {
+    _aten.detach,
+    _aten.alias,
+    _aten._to_copy,
+    _aten.clone,
+    _aten.lift_fresh,
+    _aten.scalar_tensor,
+    _aten.empty_like,
+    _aten.zeros_like,
+    _aten.ones_like,
+    _aten.full_like,
+    _aten.copy,
+    _aten.copy_,
+    _aten.fill,
+    _aten.fill_,
+    _aten.zero_,
+    _aten.expand,
+    _aten.where,
+    _aten._unsafe_view,
+}
+
+
+def is_pointwise(ops: tuple[Any, ...]) -> bool:
+    """Whether a call is made of operations that ATen tags as pointwise, and of copies."""
+    return bool(ops) and all(
+        torch.Tag.pointwise in op.tags or op.overloadpacket in _HARMLESS for op in ops
+    )
+
+
+def broadcast_factors(op: Op) -> Factors:
+    """The i-th dim from the right of every tensor is one factor. Local on all of them."""
+    rank = max((len(meta.shape) for meta in op.outs), default=0)
+
+    def names(shape: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(str(rank - len(shape) + dim) for dim in range(len(shape)))
+
+    return Factors(
+        tuple(names(meta.shape) for meta in op.ins),
+        tuple(names(meta.shape) for meta in op.outs),
+        frozenset(str(dim) for dim in range(rank)),
+    )
+
+
+POINTWISE = FactorRule(broadcast_factors, cheap=True)
+
+# Pointwise in meaning, but without the tag in some torch version, or drawn at random per element.
+_NAMES = (
+    "where masked_fill clamp clip copy fill zero to type_as float double half bfloat16 bool int long type "
+    "contiguous clone detach zeros_like ones_like full_like empty_like rand_like randn_like randint_like "
+    "dropout alpha_dropout bernoulli normal uniform exponential lerp addcmul addcdiv nan_to_num view_as_real_"
+)
+RULES = {name: POINTWISE for name in _NAMES.split()}
+RULES["dropout"] = RULES["alpha_dropout"] = RULES["bernoulli"] = FactorRule(broadcast_factors)

@@ -1,0 +1,49 @@
+"""Which rule an operation has: the user's, then by name, then pointwise by ATen's tag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..capture.trace import Opaque, OutOfPlace
+from ..graph import Facts
+from .rule import Rule
+from .rules import along, attention, index, linear, loss, pointwise, views
+
+__all__ = ["USER_RULES", "find_rule"]
+
+_BY_NAME: dict[str, Rule] = {
+    **pointwise.RULES,
+    **linear.RULES,
+    **along.RULES,
+    **views.RULES,
+    **index.RULES,
+    **attention.RULES,
+    **loss.RULES,
+}
+USER_RULES: dict[Any, Rule] = {}
+
+
+def find_rule(target: Callable[..., Any], name: str, known: Facts) -> Rule | None:
+    """None: no rule. Names count for torch's own functions only, never for a user's function of the same name."""
+    key = target.target if isinstance(target, Opaque) else target
+    key = getattr(key, "__self__", key) if getattr(key, "__name__", "") == "apply" else key
+    try:
+        if key in USER_RULES:
+            return USER_RULES[key]
+    except TypeError:
+        pass
+    if isinstance(target, Opaque):
+        return None
+    if _is_torch(target) and name in _BY_NAME:
+        return _BY_NAME[name]
+    if pointwise.is_pointwise(known.aten):
+        return pointwise.POINTWISE
+    return None
+
+
+def _is_torch(target: Callable[..., Any]) -> bool:
+    if isinstance(target, OutOfPlace):
+        target = target.func
+    module = getattr(target, "__module__", None) or "torch"
+    return module.split(".")[0] in ("torch", "autosp_dtensor", "_operator") and not hasattr(target, "_qualified_op_name")

@@ -1,0 +1,105 @@
+"""Ranks of an sp group must make the same call. They compare a key of each call, so that a difference is an error, not a hang."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._torch import all_gather_single
+from ..errors import RankMismatchError
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """Compares small integers over the sp group, on a gloo group of its own, so that no device waits."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.size = mesh.size()
+        self.group: Any = None
+        if self.size == 1:
+            return
+        group = mesh.get_group()
+        self.ranks = dist.get_process_group_ranks(group)
+        if mesh.device_type == "cpu" or dist.get_backend(group) in ("gloo", "fake", "threaded"):
+            self.group = group
+        else:
+            self.group = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+
+    def _gather(self, numbers: list[int]) -> list[list[int]]:
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        out = torch.empty((self.size, len(numbers)), dtype=torch.int64)
+        all_gather_single(out, mine.unsqueeze(0), group=self.group)
+        return out.tolist()
+
+    def on_call(self, description: str) -> None:
+        """Check that all ranks make the same call; one exchange of 8 bytes.
+
+        Args:
+            description: all that the program of the call depends on, as text.
+
+        Raises:
+            RankMismatchError: on every rank, when any differs.
+        """
+        if self.size == 1:
+            return
+        rows = self._gather([_digest(description)])
+        if any(row != rows[0] for row in rows):
+            self._tell(rows, description, "shapes, dtypes or arguments")
+
+    def seed(self, proposed: int) -> int:
+        """The first rank's random seed, on all ranks."""
+        return proposed if self.size == 1 else self._gather([proposed])[0][0]
+
+    def on_data(self, tensors: list[torch.Tensor], description: str) -> None:
+        """Check that all ranks hold the same values in whole inputs."""
+        if self.size == 1 or not tensors:
+            return
+        rows = self._gather([_content(t) for t in tensors])
+        if any(row != rows[0] for row in rows):
+            self._tell(rows, description, "data")
+
+    def on_text(self, text: str, what: str) -> None:
+        """Check that all ranks have built the same program."""
+        if self.size == 1:
+            return
+        rows = self._gather([_digest(text)])
+        if any(row != rows[0] for row in rows):
+            self._tell(rows, what, "traced programs")
+
+    def _tell(self, rows: list[list[int]], description: str, what: str) -> None:
+        texts: list[Any] = [None] * self.size
+        dist.all_gather_object(texts, description, group=self.group)
+        groups: dict[int | tuple[int, ...], list[int]] = {}
+        for rank, row in zip(self.ranks, rows, strict=True):
+            groups.setdefault(row[0] if what != "data" else tuple(row), []).append(rank)
+        have = [
+            f"ranks {', '.join(map(str, members))}: {texts[self.ranks.index(members[0])]}" for members in groups.values()
+        ]
+        raise RankMismatchError(
+            f"ranks of one sp group were called with different {what}.",
+            have=have,
+            why="an sp group works on one batch together: each rank passes the same whole batch",
+            fix="read data by autosp.data_shard(mesh), and seed random augmentation alike on all ranks of an sp group",
+        )
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _content(tensor: torch.Tensor) -> int:
+    """A hash of all values, made on the tensor's own device; order matters. Integer arithmetic wraps."""
+    with torch.no_grad():
+        raw = tensor.detach().contiguous().reshape(-1)
+        if raw.is_complex():
+            raw = torch.view_as_real(raw).reshape(-1)
+        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[raw.element_size()]
+        words = raw.view(width).to(torch.int64)
+        places = torch.arange(1, words.numel() + 1, device=words.device)
+        mixed = (words + places * 0x9E3779B97F4A7C) * 0x2545F4914F6CDD1D
+        return int((mixed ^ (mixed >> 29)).sum())

@@ -1,0 +1,146 @@
+"""All the stages, in order."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .._torch import fsdp_policy
+from ..capture import Call, Captured, capture
+from ..errors import MeshError, PlacementError
+from ..graph import facts
+from ..lower import Collective, cut_regions, lower
+from ..place import place
+from ..place.placer import seed_inputs
+from .program import Program
+
+__all__ = ["Options", "build", "sequence_length"]
+
+log = logging.getLogger("autosp_dtensor")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `parallelize` was asked for."""
+
+    seq_dim: int = 1
+    check_ranks: bool = True
+
+
+def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
+    """capture -> place -> lower -> regions -> run."""
+    started = time.perf_counter()
+    live = call.target if isinstance(call.target, nn.Module) else None
+    _check_devices(call, live, mesh)
+    captured = capture(call)
+    _check_length(captured, call, mesh.size(), options)
+    placed = place(captured.graph, mesh.size(), list(call.placements), options.seq_dim)
+    flat = lower(placed, mesh.size(), captured.fake_mode)
+    root = cut_regions(flat, region_paths(live))
+    program = Program(captured, placed, flat, root, mesh, live)
+    program.bind()
+    _log_summary(program, call, time.perf_counter() - started)
+    return program
+
+
+def region_paths(live: nn.Module | None) -> set[str]:
+    """Modules that become regions: those that FSDP2 manages, and the blocks of module lists."""
+    if live is None:
+        return set()
+    paths: set[str] = set()
+    for path, module in live.named_modules():
+        if not path:
+            continue
+        parent, _, _ = path.rpartition(".")
+        in_list = isinstance(live.get_submodule(parent), nn.ModuleList)
+        nested = any(path.startswith(f"{outer}.") for outer in paths)
+        if fsdp_policy(module) is not None or (in_list and not nested):
+            paths.add(path)
+    return paths
+
+
+def sequence_length(call: Call, options: Options) -> int | None:
+    """Length of the sequence in a call, by the same rule that placing uses; None where no input has one."""
+    wide = [t for t in call.tensors if t.dim() > options.seq_dim]
+    integers = [t for t in wide if not t.is_floating_point()]
+    floats = [t for t in wide if t.is_floating_point() and t.dim() > options.seq_dim + 1]
+    first = (integers or floats)[:1]
+    return first[0].shape[options.seq_dim] if first else None
+
+
+def _check_length(captured: Captured, call: Call, axis_size: int, options: Options) -> None:
+    homes = seed_inputs(captured.graph, list(call.placements), axis_size, options.seq_dim)
+    length = min((shard.block for shard in homes.values()), default=axis_size)
+    if length < axis_size:
+        raise PlacementError(
+            f"a sequence of {length} is shorter than mesh axis 'sp' (size {axis_size}).",
+            have=call.describe(),
+            why="every rank holds at least one token",
+            fix="use a smaller sp, or longer (packed) sequences; under torch.no_grad() short calls run unsharded",
+        )
+
+
+def _check_devices(call: Call, live: nn.Module | None, mesh: DeviceMesh) -> None:
+    kinds: dict[str, str] = {}
+    for name, parameter in live.named_parameters() if live is not None else ():
+        kinds.setdefault(parameter.device.type, f"parameter {name}")
+    for number, tensor in enumerate(call.tensors):
+        device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+        kinds.setdefault(device, f"input {number}")
+    if "meta" in kinds:
+        raise MeshError(
+            f"{kinds['meta']} is on the meta device.",
+            why="it has no data",
+            fix='materialize the model first: model.to_empty(device="cuda"), then initialize it',
+        )
+    wrong = {kind: name for kind, name in kinds.items() if kind != mesh.device_type}
+    if wrong:
+        kind, name = next(iter(wrong.items()))
+        raise MeshError(
+            f"{name} is on '{kind}', the mesh is on '{mesh.device_type}'.",
+            have=", ".join(f"{n} on {k}" for k, n in kinds.items()),
+            fix=f'move it: .to("{mesh.device_type}")',
+        )
+
+
+def collectives(program: Program) -> Counter[str]:
+    """How many collectives of each kind the forward pass makes."""
+    count: Counter[str] = Counter()
+    for node in program.flat.nodes:
+        if isinstance(node.target, Collective) and node.target.sends and node.target.kind != "mean_grad":
+            count[node.target.kind] += 1
+    return count
+
+
+def sent(program: Program) -> int:
+    """Bytes that one rank sends in the forward pass."""
+    return sum(facts(node).bytes for node in program.flat.nodes if isinstance(node.target, Collective))
+
+
+def _log_summary(program: Program, call: Call, seconds: float) -> None:
+    regions = [region for region in program.root.walk() if region.scope is not None]
+    distinct = len({str(region.graph) for region in regions})
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(collectives(program).items())) or "no collective"
+    log.info(
+        "traced %s(%s) in %.2f s: %d operations, %d regions (%d distinct); forward: %s, %.1f MiB sent per rank",
+        type(call.target).__name__ if isinstance(call.target, nn.Module) else getattr(call.target, "__name__", "function"),
+        call.describe(),
+        seconds,
+        len(program.flat.nodes),
+        len(regions),
+        distinct,
+        counts,
+        sent(program) / 2**20,
+    )
+    if program.captured.saw_checkpoint:
+        log.warning(
+            "torch.utils.checkpoint inside the model is not applied: the traced program keeps its activations"
+        )
+
+

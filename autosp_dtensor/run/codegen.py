@@ -1,0 +1,181 @@
+"""One region -> one plain Python function for this rank: no interpreter, values freed at their last use."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from ..lower import Collective, Drawn, Region, bound
+from ..lower import collectives as wire
+from ..lower.layout import take_shard
+from ..lower.random import Seeded, mix
+
+__all__ = ["Link", "compile_region"]
+
+
+class Link:
+    """How a rank takes part in collectives: its group, its number, the size of the axis."""
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+
+
+def compile_region(
+    region: Region, link: Link, calls: dict[int, Callable[..., Any]], shared: dict[Any, Callable[..., Any]]
+) -> Callable[..., tuple[Any, ...]]:
+    """A function of (seed, states..., inputs...) that returns the region's results.
+
+    Args:
+        calls: what to call for each child region, by id.
+        shared: compiled functions by source and constants; regions that are equal get the same one.
+    """
+    writer = _Writer(link, calls)
+    source = writer.write(region)
+    key = (source, tuple(writer.keys))
+    if key not in shared:
+        scope: dict[str, Any] = dict(writer.constants)
+        exec(compile(source, f"<autosp {region.path or 'root'}>", "exec"), scope)
+        shared[key] = scope["region"]
+    if not writer.children:
+        return shared[key]
+    return _with_children(shared[key], writer.children)
+
+
+def _with_children(function: Callable[..., Any], children: list[Callable[..., Any]]) -> Callable[..., Any]:
+    def region(seed: int, *args: Any) -> tuple[Any, ...]:
+        return function(seed, children, *args)
+
+    return region
+
+
+class _Writer:
+    def __init__(self, link: Link, calls: dict[int, Callable[..., Any]]) -> None:
+        self.link, self.calls = link, calls
+        self.constants: dict[str, Any] = {}
+        self.keys: list[Any] = []
+        self.children: list[Callable[..., Any]] = []
+        self.draws = 0
+        self._names: dict[Any, str] = {}
+
+    def write(self, region: Region) -> str:
+        graph = region.graph
+        names = {node: f"v{i}" for i, node in enumerate(graph.nodes)}
+        last = _last_uses(graph.nodes)
+        lines: list[str] = []
+        params: list[str] = []
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                params.append(names[node])
+            elif node.op == "output":
+                results = "".join(f"{names[n]}, " for n in node.args[0])  # type: ignore[union-attr]
+                lines.append(f"return ({results})")
+            else:
+                lines.append(f"{names[node]} = {self._call(node, names)}")
+                dead = [names[n] for n in last.get(node, ())]
+                if dead:
+                    lines.append("del " + ", ".join(dead))
+        head = ["seed", *(["children"] if self.children else []), *params]
+        return f"def region({', '.join(head)}):\n" + "".join(f"    {line}\n" for line in lines)
+
+    def _call(self, node: Node, names: dict[Node, str]) -> str:
+        target: Any = node.target
+        if isinstance(target, Region):
+            self.children.append(self.calls[id(target)])
+            index = len(self.children) - 1
+            seed = f"{self._constant(mix)}(seed, {-1 - index})"
+            args = ", ".join([seed, *(names[a] for a in node.args)])  # type: ignore[index]
+            return f"children[{index}]({args})"
+        rank = self.link.rank
+        args = [self._text(a, names) for a in bound(node.args, rank)]
+        if target is operator.getitem and isinstance(node.args[1], int):
+            return f"{args[0]}[{node.args[1]}]"
+        kwargs = [f"{k}={self._text(v, names)}" for k, v in bound(node.kwargs, rank).items()]
+        if isinstance(target, Collective):
+            return self._collective(target, args)
+        if isinstance(target, Drawn):
+            self.draws += 1
+            key = (target, rank if target.sharded else None, self.draws)
+            name = self._constant(Seeded(target.target, self.draws, key[1]), key=key)
+            return f"{name}({', '.join(['seed', *args, *kwargs])})"
+        return f"{self._constant(target)}({', '.join([*args, *kwargs])})"
+
+    def _collective(self, target: Collective, args: list[str]) -> str:
+        link = self.link
+        group = self._constant(link.group, key="group")
+        moves = self._constant(target.moves)
+        if target.kind == "all_to_all":
+            call = f"{self._constant(wire.all_to_all)}({group}, {link.rank}, {moves}, {', '.join(args)})"
+            return call if len(target.moves) > 1 else f"{call}[0]"
+        if target.kind == "slice":
+            return f"{self._constant(take_shard)}({args[0]}, {moves}[0][1], {link.rank})"
+        if target.kind == "relayout":
+            return f"{self._constant(wire.relayout)}({group}, {link.rank}, *{moves}[0], {args[0]})"
+        if target.kind == "all_gather":
+            return f"{self._constant(wire.all_gather)}({group}, {link.rank}, {moves}[0][0], {args[0]})"
+        if target.kind == "reduce_scatter":
+            return f"{self._constant(wire.reduce_scatter)}({group}, {link.rank}, {moves}[0][1], {args[0]})"
+        if target.kind == "all_reduce":
+            return f"{self._constant(wire.all_reduce)}({group}, {args[0]})"
+        if target.kind == "scale_grad":
+            return f"{self._constant(wire.scale_grad)}({target.factor!r}, {args[0]})"
+        assert target.kind == "mean_grad", target.kind
+        return f"{self._constant(wire.mean_grad)}({group}, {link.size}, {args[0]})"
+
+    def _text(self, value: Any, names: dict[Node, str]) -> str:
+        if isinstance(value, Node):
+            return names[value]
+        if value is None or isinstance(value, (bool, int, str)) or value is Ellipsis:
+            return repr(value)
+        if isinstance(value, float) and value == value and abs(value) != float("inf"):
+            return repr(value)
+        if isinstance(value, tuple):
+            return f"({''.join(self._text(v, names) + ', ' for v in value)})"
+        if isinstance(value, list):
+            return f"[{', '.join(self._text(v, names) for v in value)}]"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self._text(v, names)}" for k, v in value.items()) + "}"
+        if isinstance(value, slice):
+            parts = (value.start, value.stop, value.step)
+            if not any(isinstance(p, Node) for p in parts):
+                return f"slice({', '.join(map(repr, parts))})"
+            return f"slice({', '.join(self._text(p, names) for p in parts)})"
+        return self._constant(value)
+
+    def _constant(self, value: Any, key: Any = None) -> str:
+        key = value if key is None else key
+        try:
+            known = (type(key), key)
+            hash(known)
+        except TypeError:
+            known = (type(key), id(key))
+        if known not in self._names:
+            name = f"c{len(self._names)}"
+            self._names[known] = name
+            self.constants[name] = value
+            self.keys.append(known)
+        return self._names[known]
+
+
+def _last_uses(nodes: Any) -> dict[Node, list[Node]]:
+    """For each node, the values that no later node uses."""
+    last: dict[Node, Node] = {}
+    returned: set[Node] = set()
+    for node in nodes:
+        if node.op == "output":
+            map_aggregate(node.args, lambda v: returned.add(v) if isinstance(v, Node) else None)
+            continue
+        for used in node.all_input_nodes:
+            last[used] = node
+        if node.op == "call_function" and not node.users:
+            last[node] = node
+    dead: dict[Node, list[Node]] = {}
+    for value, user in last.items():
+        if value not in returned:
+            dead.setdefault(user, []).append(value)
+    return dead
+
+

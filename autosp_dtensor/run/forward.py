@@ -1,0 +1,105 @@
+"""What stands in the place of `model.forward`: finds or builds the program of a call, and runs it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..capture import Call, read_call, state_key
+from .agree import Agreement
+from .border import placement_on
+from .build import Options, build, sequence_length
+from .program import Program
+
+__all__ = ["Forward"]
+
+log = logging.getLogger("autosp_dtensor")
+_MANY = 16
+
+
+class Forward:
+    """Callable like the forward it replaces. One per parallelized module or function."""
+
+    is_autosp_forward = True
+
+    def __init__(self, target: nn.Module | Callable[..., Any], mesh: DeviceMesh, full: DeviceMesh, options: Options):
+        self.target = target
+        self.mesh = mesh
+        self.full_mesh = full
+        self.options = options
+        self.agreement = Agreement(mesh)
+        self.programs: dict[Any, list[Program]] = defaultdict(list)
+        self.last: Program | None = None
+        self.original_attribute = target.__dict__.get("forward") if isinstance(target, nn.Module) else None
+        self.__name__ = getattr(target, "__name__", "forward")
+        self.__doc__ = getattr(target, "forward", target).__doc__
+        self.__wrapped__ = target.forward if isinstance(target, nn.Module) else target
+
+    def original(self) -> Callable[..., Any]:
+        """The user's own forward, unsharded."""
+        if not isinstance(self.target, nn.Module):
+            return self.target
+        if self.original_attribute is not None:
+            return self.original_attribute
+        return functools.partial(type(self.target).forward, self.target)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = read_call(self.target, args, kwargs, functools.partial(placement_on, self.mesh))
+        if self.options.check_ranks:
+            self.agreement.on_call(call.describe())
+        if self._runs_unsharded(call):
+            return self.original()(*args, **kwargs)
+        program = self.program(call)
+        seed = 0
+        if program.random:
+            seed = self.agreement.seed(int(torch.randint(2**62, (), dtype=torch.int64)))
+        self.last = program
+        return program(call.tensors, seed)
+
+    def _runs_unsharded(self, call: Call) -> bool:
+        """Without gradient, calls that cannot be split (a cache argument, one new token) run whole on every rank."""
+        if torch.is_grad_enabled():
+            return False
+        length = sequence_length(call, self.options)
+        return call.opaque is not None or length is None or length < self.mesh.size()
+
+    def program(self, call: Call) -> Program:
+        """The program of a call: from the cache, or built now."""
+        state = state_key(self.target) if isinstance(self.target, nn.Module) else ()
+        key = (call.key, state)
+        for program in self.programs[key]:
+            if program.valid():
+                return program
+        whole = [t for t, p in zip(call.tensors, call.placements, strict=True) if p is None]
+        if self.options.check_ranks:
+            self.agreement.on_data(whole, call.describe())
+        program = build(call, self.mesh, self.options)
+        if self.options.check_ranks:
+            self.agreement.on_text(str(program.flat), "the traced program differs")
+        self.programs[key].append(program)
+        count = sum(len(programs) for programs in self.programs.values())
+        if count % _MANY == 0:
+            log.warning(
+                "%d programs traced for one module; each new shape or Python value is traced once: pad lengths to a few "
+                "sizes, pass numbers that change (a count, a scale) as tensors",
+                count,
+            )
+        return program
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        """A copied module is parallelized as well: same mesh, its own programs."""
+        copied = Forward.__new__(Forward)
+        memo[id(self)] = copied
+        copied.__dict__.update(self.__dict__)
+        copied.target = memo.get(id(self.target), self.target)
+        copied.programs = defaultdict(list)
+        copied.last = None
+        return copied

@@ -1,0 +1,141 @@
+"""A built program: the stages' results, bound to this rank and to the live module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Graph
+
+from .._torch import fsdp_policy
+from ..capture import Captured
+from ..graph import Origin, facts
+from ..lower import Drawn, Region
+from ..placement import Shard
+from .border import as_dtensor, to_local
+from .codegen import Link, compile_region
+
+__all__ = ["Program"]
+
+
+@dataclass
+class Program:
+    """Runs one call. `placed` and `root` are what `explain` prints."""
+
+    captured: Captured
+    placed: Graph
+    flat: Graph
+    root: Region
+    mesh: DeviceMesh
+    live: nn.Module | None
+    random: bool = False
+    _run: Callable[..., tuple[Any, ...]] | None = None
+    _results: list[Any] = field(default_factory=list)
+
+    def bind(self) -> None:
+        """Compile every region for this rank."""
+        link = Link(self.mesh.get_group(), self.mesh.get_local_rank(), self.mesh.size())
+        shared: dict[Any, Callable[..., Any]] = {}
+        self.random = any(isinstance(n.target, Drawn) for n in self.flat.nodes)
+        self._run = self._bind(self.root, link, shared)
+        output = next(n for n in self.placed.nodes if n.op == "output")
+        known = facts(output)
+        self._results = list(zip(known.outs, known.placements, strict=True))
+
+    def _bind(self, region: Region, link: Link, shared: dict[Any, Any]) -> Callable[..., tuple[Any, ...]]:
+        calls = {id(child): self._bind(child, link, shared) for child in region.children}
+        function = compile_region(region, link, calls, shared)
+        states = [_state_reader(self.live, origin, self.captured.consts) for origin in region.states]
+
+        def run(seed: int, *inputs: Any) -> tuple[Any, ...]:
+            return function(seed, *[read() for read in states], *inputs)
+
+        if region.scope is None or self.live is None:
+            return run
+        module = self.live.get_submodule(region.path)
+        return _through_module(module, run) if fsdp_policy(module) is not None else run
+
+    def __call__(self, tensors: list[torch.Tensor], seed: int) -> Any:
+        """Run on the call's tensors; give back what the module's forward would."""
+        assert self._run is not None
+        values = list(self._run(seed, *[to_local(t) for t in tensors]))
+        for index, (meta, placement) in enumerate(self._results):
+            if isinstance(placement, Shard):
+                values[index] = as_dtensor(values[index], self.mesh, meta, placement)
+        captured = self.captured
+        count = len(captured.template.tensors)
+        for origin, index in captured.writes:
+            _write(self.live, origin, values[index])
+        for path, name, value in captured.sets:
+            assert self.live is not None
+            setattr(self.live.get_submodule(path), name, value)
+        return captured.template.fill(values[:count])
+
+    def valid(self) -> bool:
+        """Whether what forward itself changes on the module still has the value the program was traced with."""
+        for path, name, old in self.captured.guards:
+            assert self.live is not None
+            now = self.live.get_submodule(path).__dict__.get(name, _MISSING)
+            if now is not old and not _same(now, old):
+                return False
+        return True
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or type(a) is not type(b):
+        return repr(b) == "nothing" and a is _MISSING
+    return bool(a == b)
+
+
+_MISSING = object()
+
+
+def _state_reader(live: nn.Module | None, origin: Origin, consts: dict[str, torch.Tensor]) -> Callable[[], Any]:
+    """Reads a parameter, buffer or attribute as it is on the live module at that moment (FSDP2 swaps them)."""
+    if origin.kind == "const":
+        value = consts[origin.name]
+        return lambda: value
+    assert live is not None
+    module, name = live.get_submodule(origin.module), origin.name
+    if origin.kind == "attr":
+        return lambda: module.__dict__[name]
+    store = module._parameters if origin.kind == "param" else module._buffers
+    return lambda: store[name]
+
+
+def _through_module(module: nn.Module, run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Call the live module, so that FSDP2 unshards and reshards around the region; its forward is the region."""
+
+    def call(seed: int, *inputs: Any) -> tuple[Any, ...]:
+        own = module.__dict__
+        previous = own.get("forward", _MISSING)
+        own["forward"] = lambda *values: run(seed, *values)
+        try:
+            return module(*inputs)
+        finally:
+            if previous is _MISSING:
+                del own["forward"]
+            else:
+                own["forward"] = previous
+
+    return call
+
+
+def _write(live: nn.Module | None, origin: Origin, value: Any) -> None:
+    """Carry out a change of state that forward made."""
+    assert live is not None
+    module = live.get_submodule(origin.module)
+    if origin.kind == "buffer" and isinstance(module._buffers.get(origin.name), torch.Tensor):
+        old = module._buffers[origin.name]
+        assert old is not None
+        if old.shape == value.shape and old.dtype == value.dtype:
+            with torch.no_grad():
+                old.copy_(value.detach())
+            return
+        module._buffers[origin.name] = value
+        return
+    setattr(module, origin.name, value)
