@@ -1,8 +1,9 @@
 """Sequence parallelism for any PyTorch transformer, as written for one device: `autosp.parallelize(model, mesh)`."""
 
-from .api import parallelize, sync_gradients
+from .api import explain, parallelize, sync_gradients, verify
 from .errors import AutoSPError, CaptureError, MeshError, PlacementError, RankMismatchError
 from .mesh import data_shard, fsdp_mesh
+from .place.register import register_rule
 
 __all__ = [
     "AutoSPError",
@@ -11,7 +12,10 @@ __all__ = [
     "PlacementError",
     "RankMismatchError",
     "data_shard",
+    "explain",
     "fsdp_mesh",
     "parallelize",
+    "register_rule",
     "sync_gradients",
+    "verify",
 ]

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
     "CheckpointFunction",
+    "NON_REENTRANT",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -34,11 +35,12 @@ __all__ = [
     "fsdp_groups",
     "fsdp_param_dtypes",
     "fsdp_policy",
-    "has_user_hooks",
+    "hook_counts",
     "module_hook_dicts",
     "no_torch_function",
     "original_class",
     "reduce_scatter_single",
+    "user_hooks",
 ]
 
 _HOOK_DICTS = (
@@ -63,13 +65,23 @@ def _is_fsdp_hook(hook: Any) -> bool:
     return type(owner).__module__.startswith("torch.distributed.fsdp")
 
 
-def has_user_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs hooks other than FSDP2's own."""
-    return any(
-        not _is_fsdp_hook(hook)
-        for name in _HOOK_DICTS
-        for hook in getattr(module, name, {}).values()
-        if callable(hook)
+def user_hooks(module: nn.Module, store: str) -> list[tuple[Any, bool]]:
+    """(hook, whether it takes kwargs) of one hook dict, without FSDP2's own."""
+    with_kwargs = getattr(module, f"{store}_with_kwargs", {})
+    return [
+        (hook, key in with_kwargs) for key, hook in getattr(module, store).items() if not _is_fsdp_hook(hook)
+    ]
+
+
+def hook_counts(module: nn.Module) -> tuple[int, int, int]:
+    """How many forward-pre, forward and backward hooks of the user's a module has."""
+    own = module.__dict__
+    if not (own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]):
+        return (0, 0, 0)
+    return (
+        len(user_hooks(module, "_forward_pre_hooks")),
+        len(user_hooks(module, "_forward_hooks")),
+        len(module._backward_hooks) + len(module._backward_pre_hooks),
     )
 
 
@@ -124,3 +136,6 @@ def flatten_mesh(mesh: Any, names: tuple[str, ...], name: str) -> Any:
 def no_torch_function() -> Any:
     """Inside, no __torch_function__ is called, modes included."""
     return torch._C.DisableTorchFunction()
+
+
+NON_REENTRANT = "_checkpoint_without_reentrant_generator"  # what checkpoint(use_reentrant=False) runs, looked up by name

@@ -11,11 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .check import Report, verify_call
 from .errors import MeshError, UsageError
+from .explain import explain_program, latest
 from .mesh import fsdp_mesh, sp_mesh
 from .run import Forward, Options
 
-__all__ = ["forward_of", "parallelize", "sync_gradients"]
+__all__ = ["explain", "forward_of", "parallelize", "sync_gradients", "verify"]
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -81,6 +83,39 @@ def forward_of(model: Any) -> Forward | None:
     return found if isinstance(found, Forward) else None
 
 
+def explain(model: Any) -> str:
+    """The program of the latest call as text: operations, placements, collectives with bytes, what is kept; totals.
+
+    Raises:
+        UsageError: `model` is not parallelized, or has not been called.
+    """
+    return explain_program(latest(_runner(model, "explain").last))
+
+
+def verify(model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any) -> Report:
+    """Run this call split and on one device, and compare loss, outputs and every parameter's gradient.
+
+    Every rank makes the whole model and the whole call once: use a short sequence, before a long run. Gradients and
+    buffers are put back. Dropout must be off (model.eval(), or p=0): its masks differ by design.
+
+    Args:
+        tolerance: largest relative error that counts as equal; by default 64 times the dtype's epsilon.
+
+    Returns:
+        a Report: `print` it for the worst values, `.ok` for the verdict.
+    """
+    return verify_call(model, _runner(model, "verify"), args, kwargs, tolerance)
+
+
+def _runner(model: Any, name: str) -> Forward:
+    found = forward_of(model)
+    if found is None and isinstance(model, nn.Module):
+        found = next((f for m in model.modules() if (f := forward_of(m)) is not None), None)
+    if found is None:
+        raise UsageError(f"{name} takes what parallelize gave back.", fix="call autosp.parallelize(model, mesh) first")
+    return found
+
+
 def sync_gradients(model: nn.Module) -> None:
     """Average gradients over sp (and dp), for a model under neither FSDP2 nor DDP; call it between backward and step.
 
@@ -89,9 +124,7 @@ def sync_gradients(model: nn.Module) -> None:
     Raises:
         UsageError: the model is not parallelized, or FSDP2 manages a parameter (which averages by itself).
     """
-    forward = next((f for m in model.modules() if (f := forward_of(m)) is not None), None)
-    if forward is None:
-        raise UsageError("sync_gradients takes a parallelized module.", fix="call autosp.parallelize(model, mesh) first")
+    forward = _runner(model, "sync_gradients")
     mesh: DeviceMesh = forward.gradient_mesh  # type: ignore[attr-defined]
     parameters = [p for p in model.parameters() if p.requires_grad]
     if any(isinstance(p, DTensor) for p in parameters):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import fsdp_policy, has_user_hooks
+from .._torch import fsdp_policy, hook_counts
 from ..errors import CaptureError
 from ..graph import Meta, describe
 from ..placement import Placement
@@ -117,7 +117,7 @@ def state_key(model: nn.Module) -> tuple[Any, ...]:
     for module in model.modules():
         own = module.__dict__
         policy = fsdp_policy(module)
-        parts.append((id(module), own["training"], type(module), policy, has_user_hooks(module)))
+        parts.append((id(module), own["training"], type(module), policy, hook_counts(module)))
         for store in (own["_parameters"], own["_buffers"]):
             for name, tensor in store.items():
                 if tensor is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
@@ -23,15 +26,25 @@ from .._torch import (
     TorchDispatchMode,
     TorchFunctionMode,
     UnsupportedOperatorException,
+    NON_REENTRANT,
     fsdp_policy,
+    hook_counts,
     no_torch_function,
 )
 from ..errors import CaptureError
 from ..graph import Facts, Meta, Origin, Scope, set_facts, short_name
 from ..tree import flatten, unflatten
 from .ghost import Ghost
+from .tap import tapped
 
-__all__ = ["ModuleCall", "OutOfPlace", "Recorder", "meta_of"]
+__all__ = ["ModuleCall", "Opaque", "OutOfPlace", "Recorder", "active_recorder", "meta_of"]
+
+_ACTIVE: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("recorder", default=None)
+
+
+def active_recorder() -> Recorder | None:
+    """The recorder of the trace that is going on, if any."""
+    return _ACTIVE.get()
 
 
 def meta_of(tensor: torch.Tensor) -> Meta:
@@ -386,73 +399,94 @@ class Recorder(TorchFunctionMode):
             path = self.ghost.paths.get(id(module))
             if path is None:
                 continue
+            before, after, backward = hook_counts(live[path])
+            if backward and path:
+                raise CaptureError(
+                    "a module has a backward hook.",
+                    where=path,
+                    why="its gradients arrive in a traced program, not at the module's own call",
+                    fix="use tensor hooks on parameters, or remove the hook",
+                )
             policy = fsdp_policy(live[path])
-            module.register_forward_pre_hook(self._enter(path, policy), with_kwargs=True)
-            module.register_forward_hook(self._leave(policy), always_call=True)
+            module.register_forward_pre_hook(self._enter(path, policy, bool(before)), with_kwargs=True)
+            module.register_forward_hook(self._leave(policy, bool(after)), always_call=True)
 
-    def _enter(self, path: str, policy: Any) -> Callable[..., Any]:
+    def _enter(self, path: str, policy: Any, hooked: bool) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if hooked and path:  # the root's own hooks run around the program
+                args, kwargs = tapped(path, "before", (args, kwargs), None, self._record_tap)
             if policy is not None and policy.param_dtype and policy.cast_forward_inputs and path:
                 args, kwargs = _cast((args, kwargs), policy.param_dtype)
             scope = Scope(path, len(self.calls))
             self.scopes.append(scope)
-            self.calls.append(
-                ModuleCall(scope, args, kwargs, checkpointed=self._checkpoint_depth > 0)
-            )
+            self.calls.append(ModuleCall(scope, args, kwargs, checkpointed=self._outermost_checkpointed()))
             return args, kwargs
 
         return hook
 
-    def _leave(self, policy: Any) -> Callable[..., Any]:
+    def _leave(self, policy: Any, hooked: bool) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not self.scopes:
                 return output
             scope = self.scopes.pop()
-            self.calls[scope.call].output = output
+            call = self.calls[scope.call]
             if policy is not None and policy.output_dtype and scope.path:
-                return _cast(output, policy.output_dtype)
+                output = _cast(output, policy.output_dtype)
+            if hooked and scope.path:
+                output = tapped(scope.path, "after", (call.args, call.kwargs), output, self._record_tap)
             return output
 
         return hook
+
+    def _outermost_checkpointed(self) -> bool:
+        """Whether the call that starts now is the first module under a checkpoint."""
+        around = any(self.calls[scope.call].checkpointed for scope in self.scopes[:-1])
+        return self._checkpoint_depth > 0 and not around
+
+    def _record_tap(self, tap: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return self.opaque(tap, tap, tuple(tensors), {}, name=tap.__name__)
 
     # -- what bypasses __torch_function__ -----------------------------------------------------
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
         """While tracing: autograd.Function.apply is one opaque node, checkpoint runs its function plainly."""
-        import torch.utils.checkpoint as checkpoint_module
-
         apply = torch.autograd.Function.__dict__.get("apply")
-        checkpoint = checkpoint_module.checkpoint
+        non_reentrant = getattr(torch.utils.checkpoint, NON_REENTRANT)
         recorder = self
 
-        def recorded_apply(cls, *args, **kwargs):
+        def recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if cls is CheckpointFunction:
-                return recorder._run_checkpointed(args[0], args[2:], {})
+                return recorder._run_checkpointed(args[0], args[2:])
             original = apply.__func__  # type: ignore[union-attr]
-            return recorder.opaque(cls.apply, lambda *a, **k: original(cls, *a, **k), args, kwargs, name=cls.__name__)
+            run = functools.partial(original, cls)
+            return recorder.opaque(cls.apply, run, args, kwargs, name=cls.__name__)
 
-        def recorded_checkpoint(function, *args, **kwargs):
-            for name in ("use_reentrant", "context_fn", "determinism_check", "debug",
-                         "preserve_rng_state", "early_stop"):
-                kwargs.pop(name, None)
-            return recorder._run_checkpointed(function, args, kwargs)
+        def recorded_non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
+            recorder.saw_checkpoint = True
+            recorder._checkpoint_depth += 1
+            yield
+            recorder._checkpoint_depth -= 1
 
         torch.autograd.Function.apply = classmethod(recorded_apply)  # type: ignore[method-assign, assignment]
-        checkpoint_module.checkpoint = recorded_checkpoint
-        stance = torch.compiler.set_stance("force_eager")
+        setattr(torch.utils.checkpoint, NON_REENTRANT, recorded_non_reentrant)
+        token = _ACTIVE.set(self)
         try:
-            with stance:
+            with torch.compiler.set_stance("force_eager"):
                 yield
         finally:
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign, assignment]
-            checkpoint_module.checkpoint = checkpoint
+            _ACTIVE.reset(token)
+            if apply is None:
+                del torch.autograd.Function.apply
+            else:
+                torch.autograd.Function.apply = apply  # type: ignore[method-assign, assignment]
+            setattr(torch.utils.checkpoint, NON_REENTRANT, non_reentrant)
 
-    def _run_checkpointed(self, function, args, kwargs):
+    def _run_checkpointed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         self.saw_checkpoint = True
         self._checkpoint_depth += 1
         try:
-            return function(*args, **kwargs)
+            return function(*args)
         finally:
             self._checkpoint_depth -= 1
 

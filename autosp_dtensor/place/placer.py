@@ -204,6 +204,9 @@ class Placer:
             if not all_whole and self.n > 1:
                 self._refuse(node, op, values)
             return whole
+        unmoved = rule.as_is(op, [v.placement for v in values])
+        if unmoved is not None:
+            return unmoved
         if all_whole:
             return self._cut(op, rule, values) or whole
         options: list[Option] = []

@@ -7,7 +7,7 @@ but is still known, so that it can be seen where the sequence dim went.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,10 @@ class Rule:
 
     def from_output(self, op: Op, shard: Shard) -> Option | None:
         """The option that gives output 0 as `shard`."""
+        return None
+
+    def as_is(self, op: Op, placements: Sequence[Placement]) -> Option | None:
+        """The option that takes all tensors as they are, for operations that do not care."""
         return None
 
     def fresh(self, op: Op) -> Iterable[Option]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..capture.tap import Tap
 from ..capture.trace import Opaque, OutOfPlace
 from ..graph import Facts
 from .rule import Rule
 from .rules import along, attention, index, linear, loss, pointwise, views
+from .rules.tap import TapRule
 
 __all__ = ["USER_RULES", "find_rule"]
 
@@ -22,17 +24,18 @@ _BY_NAME: dict[str, Rule] = {
     **loss.RULES,
 }
 USER_RULES: dict[Any, Rule] = {}
+_TAP = TapRule()
 
 
 def find_rule(target: Callable[..., Any], name: str, known: Facts) -> Rule | None:
     """None: no rule. Names count for torch's own functions only, never for a user's function of the same name."""
     key = target.target if isinstance(target, Opaque) else target
+    if isinstance(key, Tap):
+        return _TAP
     key = getattr(key, "__self__", key) if getattr(key, "__name__", "") == "apply" else key
-    try:
-        if key in USER_RULES:
-            return USER_RULES[key]
-    except TypeError:
-        pass
+    for each in (key, getattr(key, "overloadpacket", None)):
+        if each is not None and each in USER_RULES:
+            return USER_RULES[each]
     if isinstance(target, Opaque):
         return None
     if _is_torch(target) and name in _BY_NAME:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -42,15 +43,16 @@ def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
     _check_length(captured, call, mesh.size(), options)
     placed = place(captured.graph, mesh.size(), list(call.placements), options.seq_dim)
     flat = lower(placed, mesh.size(), captured.fake_mode)
-    root = cut_regions(flat, region_paths(live))
-    program = Program(captured, placed, flat, root, mesh, live)
+    checkpointed = {call.scope.path for call in captured.calls if call.checkpointed}
+    root = cut_regions(flat, region_paths(live, checkpointed))
+    program = Program(captured, placed, flat, root, mesh, live, grad=torch.is_grad_enabled())
     program.bind()
     _log_summary(program, call, time.perf_counter() - started)
     return program
 
 
-def region_paths(live: nn.Module | None) -> set[str]:
-    """Modules that become regions: those that FSDP2 manages, and the blocks of module lists."""
+def region_paths(live: nn.Module | None, checkpointed: set[str]) -> set[str]:
+    """Modules that become regions: those that FSDP2 manages, that are checkpointed, and the blocks of module lists."""
     if live is None:
         return set()
     paths: set[str] = set()
@@ -60,7 +62,7 @@ def region_paths(live: nn.Module | None) -> set[str]:
         parent, _, _ = path.rpartition(".")
         in_list = isinstance(live.get_submodule(parent), nn.ModuleList)
         nested = any(path.startswith(f"{outer}.") for outer in paths)
-        if fsdp_policy(module) is not None or (in_list and not nested):
+        if fsdp_policy(module) is not None or path in checkpointed or (in_list and not nested):
             paths.add(path)
     return paths
 
@@ -125,7 +127,7 @@ def sent(program: Program) -> int:
 
 def _log_summary(program: Program, call: Call, seconds: float) -> None:
     regions = [region for region in program.root.walk() if region.scope is not None]
-    distinct = len({str(region.graph) for region in regions})
+    distinct = program.distinct
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(collectives(program).items())) or "no collective"
     log.info(
         "traced %s(%s) in %.2f s: %d operations, %d regions (%d distinct); forward: %s, %.1f MiB sent per rank",
@@ -138,9 +140,6 @@ def _log_summary(program: Program, call: Call, seconds: float) -> None:
         counts,
         sent(program) / 2**20,
     )
-    if program.captured.saw_checkpoint:
-        log.warning(
-            "torch.utils.checkpoint inside the model is not applied: the traced program keeps its activations"
-        )
+
 
 

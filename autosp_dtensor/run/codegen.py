@@ -9,6 +9,9 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from ..capture.tap import Tap
+from ..capture.trace import Opaque
+from ..graph import facts
 from ..lower import Collective, Drawn, Region, bound
 from ..lower import collectives as wire
 from ..lower.layout import take_shard
@@ -20,8 +23,8 @@ __all__ = ["Link", "compile_region"]
 class Link:
     """How a rank takes part in collectives: its group, its number, the size of the axis."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self.group, self.rank, self.size = group, rank, size
+    def __init__(self, group: Any, rank: int, size: int, tap: Callable[..., Any] | None = None) -> None:
+        self.group, self.rank, self.size, self.tap = group, rank, size, tap
 
 
 def compile_region(
@@ -96,6 +99,11 @@ class _Writer:
         kwargs = [f"{k}={self._text(v, names)}" for k, v in bound(node.kwargs, rank).items()]
         if isinstance(target, Collective):
             return self._collective(target, args)
+        if isinstance(target, Opaque) and isinstance(target.target, Tap):
+            assert self.link.tap is not None
+            shown = [facts(n) for n in node.args]  # type: ignore[arg-type]
+            hooks = self.link.tap(target.target, tuple(f.placement for f in shown), tuple(f.meta for f in shown))
+            return f"{self._constant(hooks, key=target.target)}({', '.join(args)})"
         if isinstance(target, Drawn):
             self.draws += 1
             key = (target, rank if target.sharded else None, self.draws)

@@ -83,7 +83,7 @@ class Forward:
             self.agreement.on_data(whole, call.describe())
         program = build(call, self.mesh, self.options)
         if self.options.check_ranks:
-            self.agreement.on_text(str(program.flat), "the traced program differs")
+            self.agreement.on_text(program.text(), call.describe())
         self.programs[key].append(program)
         count = sum(len(programs) for programs in self.programs.values())
         if count % _MANY == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,13 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import Graph
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as TorchShard
+from torch.utils.checkpoint import checkpoint
 
 from .._torch import fsdp_policy
 from ..capture import Captured
-from ..graph import Origin, facts
-from ..lower import Drawn, Region
-from ..placement import Shard
+from ..capture.tap import Tap
+from ..errors import PlacementError
+from ..graph import Meta, Origin, describe, facts
+from ..lower import Collective, Drawn, Region
+from ..lower.collectives import scale_grad
+from ..placement import Placement, Shard, chunk_sizes
 from .border import as_dtensor, to_local
 from .codegen import Link, compile_region
 
@@ -33,15 +42,18 @@ class Program:
     mesh: DeviceMesh
     live: nn.Module | None
     random: bool = False
+    distinct: int = 0
+    grad: bool = True
     _run: Callable[..., tuple[Any, ...]] | None = None
     _results: list[Any] = field(default_factory=list)
 
     def bind(self) -> None:
         """Compile every region for this rank."""
-        link = Link(self.mesh.get_group(), self.mesh.get_local_rank(), self.mesh.size())
+        link = Link(self.mesh.get_group(), self.mesh.get_local_rank(), self.mesh.size(), self._tap)
         shared: dict[Any, Callable[..., Any]] = {}
         self.random = any(isinstance(n.target, Drawn) for n in self.flat.nodes)
         self._run = self._bind(self.root, link, shared)
+        self.distinct = len(shared) - 1
         output = next(n for n in self.placed.nodes if n.op == "output")
         known = facts(output)
         self._results = list(zip(known.outs, known.placements, strict=True))
@@ -57,7 +69,43 @@ class Program:
         if region.scope is None or self.live is None:
             return run
         module = self.live.get_submodule(region.path)
-        return _through_module(module, run) if fsdp_policy(module) is not None else run
+        called = _through_module(module, run) if fsdp_policy(module) is not None else run
+        return _checkpointed(called) if self.captured.calls[region.scope.call].checkpointed else called
+
+    def _tap(self, tap: Tap, placements: tuple[Placement, ...], metas: tuple[Meta, ...]) -> Callable[..., Any]:
+        """The user's hooks of one module call, on DTensors."""
+        assert self.live is not None
+        module = self.live.get_submodule(tap.path)
+        n = self.mesh.size()
+
+        def shown(local: torch.Tensor, placement: Placement, meta: Meta) -> torch.Tensor:
+            if not isinstance(placement, Shard):
+                return local
+            if placement != Shard(placement.dim, chunk_sizes(meta.shape[placement.dim], n)):
+                raise PlacementError(
+                    f"a hook on {tap.path} is given a value that DTensor cannot describe.",
+                    have=describe(meta, placement),
+                    why="its rows are not the chunks that DTensor's Shard means",
+                    fix="put the hook on a module whose inputs and results are [batch, sequence, ...]",
+                )
+            if meta.requires_grad and n > 1:
+                local = scale_grad(float(n), local)
+            return as_dtensor(local, self.mesh, meta, placement)
+
+        def back(value: torch.Tensor, placement: Placement) -> torch.Tensor:
+            if not isinstance(placement, Shard):
+                return value.full_tensor() if isinstance(value, DTensor) else value
+            assert isinstance(value, DTensor), f"a hook on {tap.path} returned a plain tensor for a split one"
+            value = value.redistribute(placements=[TorchShard(placement.dim)])
+            local = to_local(value)
+            return scale_grad(1.0 / n, local) if local.requires_grad and n > 1 else local
+
+        def call(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            values = [shown(*each) for each in zip(tensors, placements, metas, strict=True)]
+            given = tap.run(module, values)
+            return tuple(back(v, p) for v, p in zip(given, placements, strict=False))
+
+        return call
 
     def __call__(self, tensors: list[torch.Tensor], seed: int) -> Any:
         """Run on the call's tensors; give back what the module's forward would."""
@@ -74,6 +122,22 @@ class Program:
             assert self.live is not None
             setattr(self.live.get_submodule(path), name, value)
         return captured.template.fill(values[:count])
+
+    def text(self) -> str:
+        """What ranks must agree on, as text: the order of collectives and draws, and which operations there are.
+
+        The order of local operations may differ: Python iterates over sets of strings in another order in each
+        process, and some models trace so.
+        """
+        ordered, rest = [], []
+        for node in self.flat.nodes:
+            known = facts(node)
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "call")
+            constants = map_aggregate((node.args, node.kwargs), lambda v: "%" if isinstance(v, Node) else v)
+            row = f"{name} {getattr(node.target, 'moves', '')} {constants} {known.outs} {known.placements}"
+            sends = isinstance(node.target, Collective) and node.target.sends
+            (ordered if sends or isinstance(node.target, Drawn) else rest).append(row)
+        return _ADDRESS.sub("", "\n".join([*ordered, *sorted(rest)]))
 
     def valid(self) -> bool:
         """Whether what forward itself changes on the module still has the value the program was traced with."""
@@ -92,6 +156,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 _MISSING = object()
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def _state_reader(live: nn.Module | None, origin: Origin, consts: dict[str, torch.Tensor]) -> Callable[[], Any]:
@@ -121,6 +186,17 @@ def _through_module(module: nn.Module, run: Callable[..., tuple[Any, ...]]) -> C
                 del own["forward"]
             else:
                 own["forward"] = previous
+
+    return call
+
+
+def _checkpointed(run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """What the model itself wraps in torch.utils.checkpoint is recomputed in backward here as well."""
+
+    def call(seed: int, *inputs: Any) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return run(seed, *inputs)
+        return checkpoint(run, seed, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
     return call
 

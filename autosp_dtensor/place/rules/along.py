@@ -176,12 +176,17 @@ def cat_factors(op: Op) -> Factors:
     """cat: the joined dim is whole, others local. Legacy empty tensors of shape (0,) take no part."""
     rank = len(op.outs[0].shape)
     dim = argument(op, 1, "dim", 0) % rank
-    names = tuple(None if d == dim else str(d) for d in range(rank))
-    ins = tuple(names if len(meta.shape) == rank else (None,) * len(meta.shape) for meta in op.ins)
-    if sum(meta.numel > 0 for meta in op.ins) == 1:  # joined with nothing: the same tensor
-        names = tuple(str(d) for d in range(rank))
-        ins = tuple(names if meta.numel else (None,) * len(meta.shape) for meta in op.ins)
-    return Factors(ins, (names,), frozenset(n for n in names if n))
+    others = tuple(None if d == dim else str(d) for d in range(rank))
+    alone = sum(meta.numel > 0 for meta in op.ins) == 1  # joined with nothing: the same tensor
+    every = tuple(str(d) for d in range(rank))
+
+    def names(meta: Meta) -> tuple[str | None, ...]:
+        if len(meta.shape) != rank:
+            return (None,) * len(meta.shape)
+        return every if alone and meta.numel else others
+
+    out = every if alone else others
+    return Factors(tuple(names(meta) for meta in op.ins), (out,), frozenset(n for n in out if n))
 
 
 def stack_factors(op: Op) -> Factors:

@@ -1,0 +1,184 @@
+"""The placed program as text: what runs where, what is sent, what is kept for backward."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from ._torch import FakeTensorMode
+from .capture.trace import Opaque
+from .errors import UsageError
+from .graph import describe, facts, short_name
+from .lower import Collective, Drawn, Region, bound, local_meta
+from .lower.layout import take_shard
+from .placement import Shard
+from .run.program import Program
+
+__all__ = ["explain_program"]
+
+_WIDTH = 80
+
+
+def explain_program(program: Program) -> str:
+    """One line per operation, equal regions once with a count, totals at the end. The same on every rank.
+
+    Columns: operation (`>` marks communication); the global shape of its result, `@sp` marks the split dim; bytes that
+    one rank sends, or keeps for backward; the source line.
+    """
+    n = program.mesh.size()
+    lines = [f"sp={n}", ""]
+    seen: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for region in program.root.walk():
+        counts[_text(region)] += 1
+    kept = 0
+    for region in program.root.walk():
+        text = _text(region)
+        known = _kept_bytes(region)
+        kept += sum(known.values())
+        if text in seen:
+            continue
+        seen[text] = region.path
+        times = f" and {counts[text] - 1} more like it" if counts[text] > 1 else ""
+        lines.append(f"{region.path or 'root'}{times}")
+        lines.extend(_row(node, known) for node in region.graph.nodes if node.op == "call_function" and not _silent(node))
+        lines.append(f"  keeps {size_text(sum(known.values()))} for backward")
+        lines.append("")
+    lines.extend(_totals(program, kept))
+    return "\n".join(lines)
+
+
+def _text(region: Region) -> str:
+    """A region's program without its own place in the model."""
+    rows = []
+    index = {node: i for i, node in enumerate(region.graph.nodes)}
+    for node in region.graph.nodes:
+        known = facts(node)
+        target = "region" if isinstance(node.target, Region) else short_name(node.target) if node.op == "call_function" else ""
+        args = map_aggregate((node.args, node.kwargs), lambda v: f"%{index[v]}" if isinstance(v, Node) else v)
+        rows.append(f"{node.op} {target} {args} {known.outs} {known.placements}")
+    return "\n".join(rows)
+
+
+def _silent(node: Node) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[1], int) and facts(node).option is None
+
+
+def _row(node: Node, kept: dict[Node, int]) -> str:
+    known = facts(node)
+    target: Any = node.target
+    if isinstance(target, Region):
+        return f"  [{target.path}]"
+    name = target.kind if isinstance(target, Collective) else short_name(target)
+    mark = "> " if isinstance(target, Collective) and target.sends else "  "
+    shape = describe(known.meta, known.placement)
+    if len(known.outs) > 1:
+        shape += f" +{len(known.outs) - 1}"
+    note = f"sends {size_text(known.bytes)}" if known.bytes else f"keeps {size_text(kept[node])}" if kept.get(node) else ""
+    where = known.source.rpartition("(")[2].rstrip(")") if not isinstance(target, Collective) else ""
+    return f"{mark}{name[:19]:<20}{shape[:30]:<31}{note:<16}{where}"[:_WIDTH].rstrip()
+
+
+def _totals(program: Program, kept: int) -> list[str]:
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+    sent = {"forward": 0, "backward": 0}
+    transposed = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "mean_grad": "all_reduce"}
+    grad = program.grad
+    for node in program.flat.nodes:
+        target = node.target
+        if not isinstance(target, Collective) or not target.sends:
+            continue
+        known = facts(node)
+        if target.kind != "mean_grad":
+            forward[target.kind] += 1
+            sent["forward"] += known.bytes
+        if grad and known.meta.requires_grad:
+            backward[transposed.get(target.kind, target.kind)] += 1
+            sent["backward"] += known.bytes
+
+    def text(counts: Counter[str]) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "no collective"
+
+    return [
+        f"forward:  {text(forward)}; {size_text(sent['forward'])} sent per rank",
+        f"backward: {text(backward)}; {size_text(sent['backward'])} sent per rank",
+        f"kept for backward: {size_text(kept)} per rank",
+    ]
+
+
+def size_text(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _kept_bytes(region: Region) -> dict[Node, int]:
+    """Bytes of each node's result that autograd keeps, found by running the region on fake tensors of rank 0."""
+    mode = FakeTensorMode()
+    owner: dict[int, Node] = {}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    values: dict[Node, Any] = {}
+    with mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        for node in region.graph.nodes:
+            if node.op == "output":
+                break
+            values[node] = _run_fake(node, values)
+            for tensor in values[node] if isinstance(values[node], (tuple, list)) else [values[node]]:
+                if isinstance(tensor, torch.Tensor) and node.op != "placeholder":
+                    owner.setdefault(tensor.untyped_storage()._cdata, node)
+    result: dict[Node, int] = {}
+    for storage, count in kept.items():
+        if storage in owner:
+            result[owner[storage]] = result.get(owner[storage], 0) + count
+    return result
+
+
+def _run_fake(node: Node, values: dict[Node, Any]) -> Any:
+    known = facts(node)
+    target: Any = node.target
+
+    def empty() -> Any:
+        made = tuple(
+            torch.empty(local_meta(known, i, 0), dtype=m.dtype, device=m.device).requires_grad_(m.requires_grad)
+            for i, m in enumerate(known.outs)
+        )
+        return made[0] if known.single else made
+
+    if node.op == "placeholder" or isinstance(target, Region):
+        return empty()
+    args, kwargs = map_aggregate((node.args, node.kwargs), lambda v: values[v] if isinstance(v, Node) else v)  # type: ignore[misc]
+    if isinstance(target, Collective):
+        if target.kind == "slice":
+            placed = target.moves[0][1]
+            assert isinstance(placed, Shard)
+            return take_shard(args[0], placed, 0)
+        return empty()
+    if isinstance(target, Opaque):
+        return empty()
+    if isinstance(target, Drawn):
+        target = target.target
+    return target(*bound(args, 0), **bound(kwargs, 0))
+
+
+def latest(program: Program | None) -> Program:
+    if program is None:
+        raise UsageError(
+            "there is no program to explain yet.", why="programs are traced at the first call", fix="call the model once"
+        )
+    return program
+
+

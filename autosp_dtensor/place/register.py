@@ -1,0 +1,128 @@
+"""Rules of the user's, written like einops patterns."""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..capture.trace import active_recorder
+from ..errors import UsageError
+from .rule import FactorRule, Factors, Op
+from .table import USER_RULES
+
+__all__ = ["parse_spec", "register_rule"]
+
+_TOKEN = re.compile(r"\.\.\.|\[[A-Za-z_]\w*\]|[A-Za-z_]\w*|\(\)|1")
+
+
+def register_rule(
+    target: Callable[..., Any], spec: str, *, fake: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Say on which dims an operation may be split.
+
+    The spec names the dims of each tensor argument and result, as einops does: `"b s [d], [d] -> b s [d]"`. Tensors
+    are split together on equal names. `[d]` is read whole: sp moves to another dim first, by an all-to-all. A name
+    without brackets that no result has is summed over, and its terms are added over ranks. `...` stands for any
+    leading dims, `()` for a scalar. Arguments that are no tensors are not named.
+
+    Args:
+        target: a torch function, a custom op (`torch.ops.ns.name` or what `torch.library.custom_op` gives), a
+            subclass of torch.autograd.Function, or a Python function of tensors.
+        spec: the pattern.
+        fake: computes results of the right shape and dtype from tensors without data; needed where `target` cannot
+            run on them (a kernel that reads memory).
+
+    Returns:
+        `target`; for a Python function a wrapper, which the model must call in its place.
+
+    Raises:
+        UsageError: the pattern cannot be read.
+
+    Example:
+        >>> histogram = autosp.register_rule(histogram, "b [s] -> b [n]")
+    """
+    rule = FactorRule(functools.partial(_factors, spec, parse_spec(spec)))
+    if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+        USER_RULES[target] = rule
+        return target
+    overload = getattr(target, "_opoverload", None)  # torch.library.custom_op
+    if overload is not None:
+        target = overload
+    if isinstance(target, torch._ops.OpOverload):
+        USER_RULES[target] = USER_RULES[target.overloadpacket] = rule
+        return target
+    if isinstance(target, types.FunctionType) and not target.__module__.split(".")[0] == "torch":
+        return _opaque(target, rule, fake)
+    USER_RULES[target] = rule
+    return target
+
+
+def _opaque(function: types.FunctionType, rule: FactorRule, fake: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A function that the tracer records as one call and does not look into."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder = active_recorder()
+        if recorder is None:
+            return function(*args, **kwargs)
+        return recorder.opaque(function, fake or function, args, kwargs, name=function.__name__)
+
+    USER_RULES[function] = rule
+    return call
+
+
+Term = tuple[str, ...]
+
+
+def parse_spec(spec: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
+    """The names of each input and each result."""
+    left, arrow, right = spec.partition("->")
+    if not arrow or not right.strip():
+        raise UsageError(
+            f"the pattern {spec!r} has no '->' with results after it.", fix='for example "b s d, [d] -> b s d"'
+        )
+    return _terms(left, spec), _terms(right, spec)
+
+
+def _terms(side: str, spec: str) -> tuple[Term, ...]:
+    found = []
+    for text in side.split(","):
+        names = tuple(_TOKEN.findall(text))
+        if "".join(names) != text.replace(" ", ""):
+            raise UsageError(f"{text.strip()!r} in the pattern {spec!r} cannot be read.",
+                             fix="names, [names], ... and () separated by spaces")  # fmt: skip
+        found.append(tuple(name for name in names if name != "()"))
+    return tuple(found)
+
+
+def _factors(spec: str, parsed: tuple[tuple[Term, ...], tuple[Term, ...]], op: Op) -> Factors:
+    ins, outs = parsed
+    if len(ins) != len(op.ins) or len(outs) != len(op.outs):
+        raise UsageError(
+            f"the pattern {spec!r} of {op.name} has {len(ins)} inputs and {len(outs)} results, the call has "
+            f"{len(op.ins)} tensors and gives {len(op.outs)}."
+        )
+    whole = {name[1:-1] for term in (*ins, *outs) for name in term if name.startswith("[")}
+
+    def names(term: Term, rank: int) -> tuple[str | None, ...]:
+        plain = [name.strip("[]") for name in term]
+        if "..." in plain:
+            at = plain.index("...")
+            width = rank - len(plain) + 1
+            plain[at : at + 1] = [f".{i - width}" for i in range(width)]
+        if len(plain) != rank:
+            raise UsageError(f"{' '.join(term)!r} in the pattern {spec!r} of {op.name} names {len(plain)} dims, "
+                             f"the tensor has {rank}.")  # fmt: skip
+        return tuple(None if name == "1" else name for name in plain)
+
+    named_ins = tuple(names(t, len(m.shape)) for t, m in zip(ins, op.ins, strict=True))
+    named_outs = tuple(names(t, len(m.shape)) for t, m in zip(outs, op.outs, strict=True))
+    every = {n for names_ in (*named_ins, *named_outs) for n in names_ if n is not None}
+    local = frozenset(every - whole)
+    sums = frozenset(n for n in local if not any(n in names_ for names_ in named_outs))
+    return Factors(named_ins, named_outs, local, sums)
