@@ -33,6 +33,7 @@ __all__ = [
     "flatten_mesh",
     "all_gather_single",
     "fsdp_groups",
+    "fsdp_hooks_alone",
     "fsdp_param_dtypes",
     "fsdp_policy",
     "hook_counts",
@@ -71,6 +72,17 @@ def user_hooks(module: nn.Module, store: str) -> list[tuple[Any, bool]]:
     return [
         (hook, key in with_kwargs) for key, hook in getattr(module, store).items() if not _is_fsdp_hook(hook)
     ]
+
+
+def fsdp_hooks_alone(module: nn.Module) -> dict[str, Any]:
+    """The hook dicts of a module without the user's hooks; empty where it has none of the user's."""
+    if not any(hook_counts(module)):
+        return {}
+    kept = {}
+    for store in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = getattr(module, store)
+        kept[store] = type(hooks)((key, hook) for key, hook in hooks.items() if _is_fsdp_hook(hook))
+    return kept
 
 
 def hook_counts(module: nn.Module) -> tuple[int, int, int]:

@@ -117,17 +117,19 @@ def _runner(model: Any, name: str) -> Forward:
 
 
 def sync_gradients(model: nn.Module) -> None:
-    """Average gradients over sp (and dp), for a model under neither FSDP2 nor DDP; call it between backward and step.
+    """Average gradients over sp (and dp), for parameters under neither FSDP2 nor DDP; call it between backward and step.
 
-    A parameter that got no gradient on this rank counts as zero where another rank has one.
+    A parameter that got no gradient on this rank counts as zero where another rank has one. Parameters that FSDP2
+    manages are left alone: it averages them by itself.
 
     Raises:
-        UsageError: the model is not parallelized, or FSDP2 manages a parameter (which averages by itself).
+        UsageError: the model is not parallelized, or FSDP2 manages all its parameters.
     """
     forward = _runner(model, "sync_gradients")
     mesh: DeviceMesh = forward.gradient_mesh  # type: ignore[attr-defined]
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if any(isinstance(p, DTensor) for p in parameters):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in trained if not isinstance(p, DTensor)]
+    if trained and not parameters:
         raise UsageError("the model is under FSDP2, which averages gradients by itself.", fix="drop sync_gradients")
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     if not parameters:

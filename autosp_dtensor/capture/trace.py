@@ -182,7 +182,7 @@ class Recorder(TorchFunctionMode):
                     why="it comes from a function transform or an extension that bypasses torch's Python calls",
                     fix="register the function that makes it: autosp.register_rule(fn, ...)",
                 )
-            if origin.kind == "const":
+            if origin.kind == "const" and origin.name not in self.consts:
                 key = f"const_{len(self.consts)}"
                 self.consts[key] = getattr(tensor, "autosp_real", tensor)
                 origin = Origin("const", name=key)
@@ -214,7 +214,6 @@ class Recorder(TorchFunctionMode):
         """Tensors from outside the trace (globals, closures) become constants."""
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             return value
-        key = id(value)
         for name, real in self.consts.items():
             if real is value:
                 return next(t for t in self.alive if self.origin_of.get(id(t)) == Origin("const", name=name))
@@ -224,7 +223,6 @@ class Recorder(TorchFunctionMode):
         self.consts[name] = value
         self.origin_of[id(fake)] = Origin("const", name=name)
         self.alive.extend((fake, value))
-        del key
         return fake
 
     # -- calls --------------------------------------------------------------------------------

@@ -10,12 +10,14 @@ import torch
 from torch.fx import Graph, Node
 
 from ..graph import Facts, Meta, facts, set_facts, short_name
+from .masks import Pattern, recognize
 
 __all__ = ["canonicalize", "target_weight"]
 
 
 def canonicalize(graph: Graph, axis_size: int) -> Graph:
-    """Means over tokens become sums over a global count; key heads that do not divide by ranks are repeated."""
+    """Means over tokens become sums over a global count; masks that say no more than causal go; few key heads are repeated."""
+    patterns: dict[Node, Pattern | None] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -25,6 +27,7 @@ def canonicalize(graph: Graph, axis_size: int) -> Graph:
         elif name in _ELEMENT_LOSSES:
             _element_loss_mean(graph, node, name)
         elif name == "scaled_dot_product_attention":
+            _drop_plain_mask(node, patterns)
             _repeat_key_heads(graph, node, axis_size)
     graph.lint()
     return graph
@@ -145,6 +148,22 @@ def _element_loss_mean(graph: Graph, node: Node, name: str) -> None:
 
 
 _SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _drop_plain_mask(node: Node, patterns: dict[Node, Pattern | None]) -> None:
+    """A mask proved to be causal, or to allow all, is said by the kernel's own argument; what built it is dead code."""
+    given = _bind(node, _SDPA_NAMES)
+    mask = given.get("attn_mask")
+    if not isinstance(mask, Node) or given.get("is_causal"):
+        return
+    if mask not in patterns:
+        patterns[mask] = recognize(mask)
+    if patterns[mask] is None:
+        return
+    given["attn_mask"] = None
+    given["is_causal"] = patterns[mask] is Pattern.CAUSAL
+    node.args = (given.pop("query"), given.pop("key"), given.pop("value"))
+    node.kwargs = given
 
 
 def _repeat_key_heads(graph: Graph, node: Node, axis_size: int) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
 from torch.utils.checkpoint import checkpoint
 
-from .._torch import fsdp_policy
+from .._torch import fsdp_hooks_alone, fsdp_policy
 from ..capture import Captured
 from ..capture.tap import Tap
 from ..errors import PlacementError
@@ -173,19 +173,24 @@ def _state_reader(live: nn.Module | None, origin: Origin, consts: dict[str, torc
 
 
 def _through_module(module: nn.Module, run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Call the live module, so that FSDP2 unshards and reshards around the region; its forward is the region."""
+    """Call the live module, so that FSDP2 unshards and reshards around the region; its forward is the region.
+
+    The user's own hooks are left out: they run as taps, on DTensors, not on the region's flat local values.
+    """
 
     def call(seed: int, *inputs: Any) -> tuple[Any, ...]:
         own = module.__dict__
-        previous = own.get("forward", _MISSING)
-        own["forward"] = lambda *values: run(seed, *values)
+        changed = {"forward": lambda *values: run(seed, *values), **fsdp_hooks_alone(module)}
+        previous = {name: own.get(name, _MISSING) for name in changed}
+        own.update(changed)
         try:
             return module(*inputs)
         finally:
-            if previous is _MISSING:
-                del own["forward"]
-            else:
-                own["forward"] = previous
+            for name, value in previous.items():
+                if value is _MISSING:
+                    del own[name]
+                else:
+                    own[name] = value
 
     return call
 

@@ -54,6 +54,14 @@ def broadcast_factors(op: Op) -> Factors:
     )
 
 
+def element_loss_factors(op: Op) -> Factors:
+    """Losses by element: local with reduction="none", which `place/canonical.py` makes of all others."""
+    if op.outs[0].shape != torch.broadcast_shapes(*(meta.shape for meta in op.ins[:2])):
+        blank = tuple((None,) * len(meta.shape) for meta in op.ins)
+        return Factors(blank, ((None,) * len(op.outs[0].shape),), frozenset())
+    return broadcast_factors(op)
+
+
 POINTWISE = FactorRule(broadcast_factors, cheap=True)
 
 # Pointwise in meaning, but without the tag in some torch version, or drawn at random per element.
@@ -63,4 +71,9 @@ _NAMES = (
     "dropout alpha_dropout bernoulli normal uniform exponential lerp addcmul addcdiv nan_to_num view_as_real_"
 )
 RULES = {name: POINTWISE for name in _NAMES.split()}
+_LOSSES = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "soft_margin_loss poisson_nll_loss gaussian_nll_loss"
+)
+RULES.update({name: FactorRule(element_loss_factors) for name in _LOSSES.split()})
 RULES["dropout"] = RULES["alpha_dropout"] = RULES["bernoulli"] = FactorRule(broadcast_factors)
