@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
-    "CheckpointFunction",
     "NON_REENTRANT",
+    "CheckpointFunction",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -30,8 +30,8 @@ __all__ = [
     "TorchDispatchMode",
     "TorchFunctionMode",
     "UnsupportedOperatorException",
-    "flatten_mesh",
     "all_gather_single",
+    "flatten_mesh",
     "fsdp_groups",
     "fsdp_hooks_alone",
     "fsdp_param_dtypes",
@@ -70,7 +70,9 @@ def user_hooks(module: nn.Module, store: str) -> list[tuple[Any, bool]]:
     """(hook, whether it takes kwargs) of one hook dict, without FSDP2's own."""
     with_kwargs = getattr(module, f"{store}_with_kwargs", {})
     return [
-        (hook, key in with_kwargs) for key, hook in getattr(module, store).items() if not _is_fsdp_hook(hook)
+        (hook, key in with_kwargs)
+        for key, hook in getattr(module, store).items()
+        if not _is_fsdp_hook(hook)
     ]
 
 
@@ -88,7 +90,12 @@ def fsdp_hooks_alone(module: nn.Module) -> dict[str, Any]:
 def hook_counts(module: nn.Module) -> tuple[int, int, int]:
     """How many forward-pre, forward and backward hooks of the user's a module has."""
     own = module.__dict__
-    if not (own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]):
+    if not (
+        own["_forward_pre_hooks"]
+        or own["_forward_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    ):
         return (0, 0, 0)
     return (
         len(user_hooks(module, "_forward_pre_hooks")),

@@ -56,7 +56,10 @@ def parallelize(
     if not callable(model):
         raise UsageError(f"parallelize takes a module or a callable, got {type(model).__name__}.")
     if not isinstance(seq_dim, int) or seq_dim < 0:
-        raise UsageError(f"seq_dim is a dim counted from the left, got {seq_dim!r}.", fix="1 for [B, S], 0 for [S, B]")
+        raise UsageError(
+            f"seq_dim is a dim counted from the left, got {seq_dim!r}.",
+            fix="1 for [B, S], 0 for [S, B]",
+        )
     if dp_axis == sp_axis:
         raise UsageError(f"sp_axis and dp_axis are both '{sp_axis}'.")
     if isinstance(model, nn.Module):
@@ -112,7 +115,10 @@ def _runner(model: Any, name: str) -> Forward:
     if found is None and isinstance(model, nn.Module):
         found = next((f for m in model.modules() if (f := forward_of(m)) is not None), None)
     if found is None:
-        raise UsageError(f"{name} takes what parallelize gave back.", fix="call autosp.parallelize(model, mesh) first")
+        raise UsageError(
+            f"{name} takes what parallelize gave back.",
+            fix="call autosp.parallelize(model, mesh) first",
+        )
     return found
 
 
@@ -130,11 +136,16 @@ def sync_gradients(model: nn.Module) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     parameters = [p for p in trained if not isinstance(p, DTensor)]
     if trained and not parameters:
-        raise UsageError("the model is under FSDP2, which averages gradients by itself.", fix="drop sync_gradients")
+        raise UsageError(
+            "the model is under FSDP2, which averages gradients by itself.",
+            fix="drop sync_gradients",
+        )
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     if not parameters:
         return
-    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    has = torch.tensor(
+        [p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device
+    )
     for group in groups:
         dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
     for parameter, any_rank in zip(parameters, has.tolist(), strict=True):

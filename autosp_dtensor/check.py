@@ -45,15 +45,27 @@ class Report:
         return all(row.error <= self.tolerance for row in self.rows)
 
     def __str__(self) -> str:
-        ordered = sorted(self.rows, key=lambda row: -row.error if row.error == row.error else float("-inf"))
+        ordered = sorted(
+            self.rows, key=lambda row: -row.error if row.error == row.error else float("-inf")
+        )
         head = f"{'value':<52}{'relative error':>15}{'largest':>12}"
         body = [f"{row.name[-51:]:<52}{row.error:>15.2e}{row.size:>12.3g}" for row in ordered[:12]]
         verdict = "equal to one device" if self.ok else "NOT equal to one device"
-        return "\n".join([head, *body, f"{len(self.rows)} values compared, {verdict} (tolerance {self.tolerance:.0e})"])
+        return "\n".join(
+            [
+                head,
+                *body,
+                f"{len(self.rows)} values compared, {verdict} (tolerance {self.tolerance:.0e})",
+            ]
+        )
 
 
 def verify_call(
-    model: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float | None
+    model: nn.Module,
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tolerance: float | None,
 ) -> Report:
     """Run both; gradients already on the parameters are put back afterwards."""
     mesh: DeviceMesh = forward.gradient_mesh  # type: ignore[attr-defined]
@@ -67,9 +79,15 @@ def verify_call(
         split = model(*args, **kwargs)
         loss = _backward(split)
         if not any(isinstance(p, DTensor) for p in model.parameters()):
-            grads = {n: _mean(_zero_if_none(p), mesh) for n, p in model.named_parameters() if p.requires_grad}
+            grads = {
+                n: _mean(_zero_if_none(p), mesh)
+                for n, p in model.named_parameters()
+                if p.requires_grad
+            }
         else:
-            grads = {n: _whole(_zero_if_none(p)) for n, p in model.named_parameters() if p.requires_grad}
+            grads = {
+                n: _whole(_zero_if_none(p)) for n, p in model.named_parameters() if p.requires_grad
+            }
     finally:
         for parameter, grad in zip(model.parameters(), saved, strict=True):
             parameter.grad = grad
@@ -102,7 +120,9 @@ def _one_device(model: nn.Module) -> nn.Module:
         shells.append((module, shell))
     for tensor in [*model.parameters(), *model.buffers()]:
         value = _whole(tensor.detach()).clone()
-        memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        memo[id(tensor)] = (
+            nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        )
     for module, shell in shells:
         for name, value in module.__dict__.items():
             if name in module_hook_dicts():
@@ -158,5 +178,3 @@ def _row(name: str, got: torch.Tensor, want: torch.Tensor | None) -> Row:
     size = want.abs().max().item() if want.numel() else 0.0
     error = (got - want).abs().max().item() if want.numel() else 0.0
     return Row(name, error / size if size > 0 else error, size)
-
-

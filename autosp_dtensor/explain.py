@@ -21,8 +21,6 @@ from .run.program import Program
 
 __all__ = ["explain_program"]
 
-_WIDTH = 80
-
 
 def explain_program(program: Program) -> str:
     """One line per operation, equal regions once with a count, totals at the end. The same on every rank.
@@ -46,7 +44,11 @@ def explain_program(program: Program) -> str:
         seen[text] = region.path
         times = f" and {counts[text] - 1} more like it" if counts[text] > 1 else ""
         lines.append(f"{region.path or 'root'}{times}")
-        lines.extend(_row(node, known) for node in region.graph.nodes if node.op == "call_function" and not _silent(node))
+        lines.extend(
+            _row(node, known)
+            for node in region.graph.nodes
+            if node.op == "call_function" and not _silent(node)
+        )
         lines.append(f"  keeps {size_text(sum(known.values()))} for backward")
         lines.append("")
     lines.extend(_totals(program, kept))
@@ -59,14 +61,26 @@ def _text(region: Region) -> str:
     index = {node: i for i, node in enumerate(region.graph.nodes)}
     for node in region.graph.nodes:
         known = facts(node)
-        target = "region" if isinstance(node.target, Region) else short_name(node.target) if node.op == "call_function" else ""
-        args = map_aggregate((node.args, node.kwargs), lambda v: f"%{index[v]}" if isinstance(v, Node) else v)
+        target = (
+            "region"
+            if isinstance(node.target, Region)
+            else short_name(node.target)
+            if node.op == "call_function"
+            else ""
+        )
+        args = map_aggregate(
+            (node.args, node.kwargs), lambda v: f"%{index[v]}" if isinstance(v, Node) else v
+        )
         rows.append(f"{node.op} {target} {args} {known.outs} {known.placements}")
     return "\n".join(rows)
 
 
 def _silent(node: Node) -> bool:
-    return node.target is operator.getitem and isinstance(node.args[1], int) and facts(node).option is None
+    return (
+        node.target is operator.getitem
+        and isinstance(node.args[1], int)
+        and facts(node).option is None
+    )
 
 
 def _row(node: Node, kept: dict[Node, int]) -> str:
@@ -79,16 +93,28 @@ def _row(node: Node, kept: dict[Node, int]) -> str:
     shape = describe(known.meta, known.placement)
     if len(known.outs) > 1:
         shape += f" +{len(known.outs) - 1}"
-    note = f"sends {size_text(known.bytes)}" if known.bytes else f"keeps {size_text(kept[node])}" if kept.get(node) else ""
-    where = known.source.rpartition("(")[2].rstrip(")") if not isinstance(target, Collective) else ""
-    return f"{mark}{name[:19]:<20}{shape[:30]:<31}{note:<16}{where}"[:_WIDTH].rstrip()
+    note = (
+        f"sends {size_text(known.bytes)}"
+        if known.bytes
+        else f"keeps {size_text(kept[node])}"
+        if kept.get(node)
+        else ""
+    )
+    where = (
+        known.source.rpartition("(")[2].rstrip(")") if not isinstance(target, Collective) else ""
+    )
+    return f"{mark}{name[:14]:<15}{shape[:29]:<30}{note:<15}{where[-18:]}".rstrip()
 
 
 def _totals(program: Program, kept: int) -> list[str]:
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     sent = {"forward": 0, "backward": 0}
-    transposed = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "mean_grad": "all_reduce"}
+    transposed = {
+        "all_gather": "reduce_scatter",
+        "reduce_scatter": "all_gather",
+        "mean_grad": "all_reduce",
+    }
     grad = program.grad
     for node in program.flat.nodes:
         target = node.target
@@ -103,7 +129,10 @@ def _totals(program: Program, kept: int) -> list[str]:
             sent["backward"] += known.bytes
 
     def text(counts: Counter[str]) -> str:
-        return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "no collective"
+        return (
+            ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+            or "no collective"
+        )
 
     return [
         f"forward:  {text(forward)}; {size_text(sent['forward'])} sent per rank",
@@ -137,7 +166,9 @@ def _kept_bytes(region: Region) -> dict[Node, int]:
             if node.op == "output":
                 break
             values[node] = _run_fake(node, values)
-            for tensor in values[node] if isinstance(values[node], (tuple, list)) else [values[node]]:
+            for tensor in (
+                values[node] if isinstance(values[node], (tuple, list)) else [values[node]]
+            ):
                 if isinstance(tensor, torch.Tensor) and node.op != "placeholder":
                     owner.setdefault(tensor.untyped_storage()._cdata, node)
     result: dict[Node, int] = {}
@@ -153,14 +184,18 @@ def _run_fake(node: Node, values: dict[Node, Any]) -> Any:
 
     def empty() -> Any:
         made = tuple(
-            torch.empty(local_meta(known, i, 0), dtype=m.dtype, device=m.device).requires_grad_(m.requires_grad)
+            torch.empty(local_meta(known, i, 0), dtype=m.dtype, device=m.device).requires_grad_(
+                m.requires_grad
+            )
             for i, m in enumerate(known.outs)
         )
         return made[0] if known.single else made
 
     if node.op == "placeholder" or isinstance(target, Region):
         return empty()
-    args, kwargs = map_aggregate((node.args, node.kwargs), lambda v: values[v] if isinstance(v, Node) else v)  # type: ignore[misc]
+    args, kwargs = map_aggregate(
+        (node.args, node.kwargs), lambda v: values[v] if isinstance(v, Node) else v
+    )  # type: ignore[misc]
     if isinstance(target, Collective):
         if target.kind == "slice":
             placed = target.moves[0][1]
@@ -177,8 +212,8 @@ def _run_fake(node: Node, values: dict[Node, Any]) -> Any:
 def latest(program: Program | None) -> Program:
     if program is None:
         raise UsageError(
-            "there is no program to explain yet.", why="programs are traced at the first call", fix="call the model once"
+            "there is no program to explain yet.",
+            why="programs are traced at the first call",
+            fix="call the model once",
         )
     return program
-
-

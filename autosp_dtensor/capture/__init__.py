@@ -85,7 +85,9 @@ def _fake_input(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 def _finish(recorder: Recorder, ghost: Ghost | None, result: Any, mode: FakeTensorMode) -> Captured:
     template = Template(result)
     tensors = list(template.tensors)
-    writes = [(origin, _place(tensors, recorder, key)) for origin, key in recorder.mutations.items()]
+    writes = [
+        (origin, _place(tensors, recorder, key)) for origin, key in recorder.mutations.items()
+    ]
     sets: list[tuple[str, str, Any]] = []
     guards: list[tuple[str, str, Any]] = []
     for path, name, old, new in changed_attributes(ghost) if ghost else ():

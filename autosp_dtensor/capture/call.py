@@ -45,14 +45,18 @@ class Call:
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
                 placed = next(tensors)
-                text = describe(Meta(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad), placed)
+                text = describe(
+                    Meta(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad), placed
+                )
                 parts.append(text + (" requires_grad" if leaf.requires_grad else ""))
             elif is_plain(leaf):
                 parts.append(repr(leaf))
             else:
                 parts.append(getattr(leaf, "__qualname__", type(leaf).__qualname__))
         modes = [] if self.key[2][0] else ["no_grad"]
-        return ", ".join([*_labels(self.spec, iter(parts)), *modes, *(str(a) for a in self.key[2][2])])
+        return ", ".join(
+            [*_labels(self.spec, iter(parts)), *modes, *(str(a) for a in self.key[2][2])]
+        )
 
 
 def read_call(
@@ -70,9 +74,7 @@ def read_call(
             placed = placement_of(leaf) if isinstance(leaf, DTensor) else None
             call.tensors.append(leaf)
             call.placements.append(placed)
-            parts.append(
-                (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, placed)
-            )
+            parts.append((tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, placed))
         elif is_plain(leaf):
             parts.append((type(leaf), leaf))
         elif callable(leaf) and hasattr(leaf, "__qualname__"):
@@ -121,7 +123,9 @@ def state_key(model: nn.Module) -> tuple[Any, ...]:
         for store in (own["_parameters"], own["_buffers"]):
             for name, tensor in store.items():
                 if tensor is not None:
-                    parts.append((name, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
+                    parts.append(
+                        (name, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+                    )
     return tuple(parts)
 
 

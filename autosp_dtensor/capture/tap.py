@@ -22,7 +22,15 @@ class Tap:
     and back.
     """
 
-    def __init__(self, path: str, when: str, call: Spec, call_leaves: list[Any], result: Spec, result_leaves: list[Any]):
+    def __init__(
+        self,
+        path: str,
+        when: str,
+        call: Spec,
+        call_leaves: list[Any],
+        result: Spec,
+        result_leaves: list[Any],
+    ):
         self.path, self.when = path, when
         self.call, self.call_leaves = call, call_leaves
         self.result, self.result_leaves = result, result_leaves
@@ -38,9 +46,13 @@ class Tap:
         values = iter(tensors)
         result = None
         if self.when == "after":
-            result = unflatten(self.result, [next(values) if isinstance(x, torch.Tensor) else x for x in self.result_leaves])
+            result = unflatten(
+                self.result,
+                [next(values) if isinstance(x, torch.Tensor) else x for x in self.result_leaves],
+            )
         args, kwargs = unflatten(
-            self.call, [next(values) if isinstance(x, torch.Tensor) else x for x in self.call_leaves]
+            self.call,
+            [next(values) if isinstance(x, torch.Tensor) else x for x in self.call_leaves],
         )
         if self.when == "before":
             args, kwargs = run_pre_hooks(module, args, kwargs)
@@ -79,7 +91,11 @@ def run_hooks(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def tapped(
-    path: str, when: str, arguments: tuple[Any, Any], result: Any, record: Callable[[Tap, list[torch.Tensor]], Any]
+    path: str,
+    when: str,
+    arguments: tuple[Any, Any],
+    result: Any,
+    record: Callable[[Tap, list[torch.Tensor]], Any],
 ) -> Any:
     """Record a tap while tracing; gives back the arguments or result with new tensors in them."""
     call_leaves, call = flatten(arguments)
@@ -89,5 +105,6 @@ def tapped(
     fresh = iter(record(tap, [leaf for leaf in shown if isinstance(leaf, torch.Tensor)]))
     leaves = result_leaves if when == "after" else call_leaves
     return unflatten(
-        spec if when == "after" else call, [next(fresh) if isinstance(x, torch.Tensor) else x for x in leaves]
+        spec if when == "after" else call,
+        [next(fresh) if isinstance(x, torch.Tensor) else x for x in leaves],
     )

@@ -17,7 +17,19 @@ def is_plain(value: Any) -> bool:
     """Values that hold no tensor and cannot change: given back as they are."""
     return isinstance(
         value,
-        (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type),
+        (
+            bool,
+            int,
+            float,
+            complex,
+            str,
+            bytes,
+            type(None),
+            torch.dtype,
+            torch.device,
+            torch.Size,
+            type,
+        ),
     )
 
 
@@ -77,6 +89,8 @@ def _tensors_inside(value: Any) -> list[torch.Tensor]:
     try:
         with collect:
             copy.deepcopy(value)
-    except Exception:  # an object that cannot be copied is given back as it is; it can hold no result
+    except (
+        Exception
+    ):  # an object that cannot be copied is given back as it is; it can hold no result
         return []
     return collect.tensors

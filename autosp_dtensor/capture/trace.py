@@ -8,7 +8,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from .._torch import (
+    NON_REENTRANT,
     CheckpointFunction,
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,7 +27,6 @@ from .._torch import (
     TorchDispatchMode,
     TorchFunctionMode,
     UnsupportedOperatorException,
-    NON_REENTRANT,
     fsdp_policy,
     hook_counts,
     no_torch_function,
@@ -216,7 +216,9 @@ class Recorder(TorchFunctionMode):
             return value
         for name, real in self.consts.items():
             if real is value:
-                return next(t for t in self.alive if self.origin_of.get(id(t)) == Origin("const", name=name))
+                return next(
+                    t for t in self.alive if self.origin_of.get(id(t)) == Origin("const", name=name)
+                )
         with no_torch_function():
             fake = self.fake_mode.from_tensor(value, static_shapes=True)
         name = f"const_{len(self.consts)}"
@@ -329,7 +331,9 @@ class Recorder(TorchFunctionMode):
             )
         if origin is not None and origin.kind != "buffer":
             raise CaptureError(
-                f"forward changes {origin.kind} {origin.module}.{origin.name} in place.".replace(" .", " "),
+                f"forward changes {origin.kind} {origin.module}.{origin.name} in place.".replace(
+                    " .", " "
+                ),
                 where=self.where(),
                 why="an input or parameter belongs to the caller; ranks would change their own copies",
                 fix="work on a copy: x = x.clone()",
@@ -378,7 +382,12 @@ class Recorder(TorchFunctionMode):
             meta = Meta(known.meta.shape, known.meta.dtype, known.meta.device, False)
             set_facts(
                 node,
-                Facts((meta,), scope=tuple(self.scopes), source=self.where(), aten=(torch.ops.aten.detach.default,)),
+                Facts(
+                    (meta,),
+                    scope=tuple(self.scopes),
+                    source=self.where(),
+                    aten=(torch.ops.aten.detach.default,),
+                ),
             )
             self._cache[key] = node
         return node
@@ -406,7 +415,9 @@ class Recorder(TorchFunctionMode):
                     fix="use tensor hooks on parameters, or remove the hook",
                 )
             policy = fsdp_policy(live[path])
-            module.register_forward_pre_hook(self._enter(path, policy, bool(before)), with_kwargs=True)
+            module.register_forward_pre_hook(
+                self._enter(path, policy, bool(before)), with_kwargs=True
+            )
             module.register_forward_hook(self._leave(policy, bool(after)), always_call=True)
 
     def _enter(self, path: str, policy: Any, hooked: bool) -> Callable[..., Any]:
@@ -417,7 +428,9 @@ class Recorder(TorchFunctionMode):
                 args, kwargs = _cast((args, kwargs), policy.param_dtype)
             scope = Scope(path, len(self.calls))
             self.scopes.append(scope)
-            self.calls.append(ModuleCall(scope, args, kwargs, checkpointed=self._outermost_checkpointed()))
+            self.calls.append(
+                ModuleCall(scope, args, kwargs, checkpointed=self._outermost_checkpointed())
+            )
             return args, kwargs
 
         return hook
@@ -431,7 +444,9 @@ class Recorder(TorchFunctionMode):
             if policy is not None and policy.output_dtype and scope.path:
                 output = _cast(output, policy.output_dtype)
             if hooked and scope.path:
-                output = tapped(scope.path, "after", (call.args, call.kwargs), output, self._record_tap)
+                output = tapped(
+                    scope.path, "after", (call.args, call.kwargs), output, self._record_tap
+                )
             return output
 
         return hook
@@ -530,7 +545,15 @@ class Opaque:
         return hash((Opaque, self.target))
 
 
-_HIDDEN = ("/torch/", "autosp_dtensor/", "/einops/", "<frozen", "/contextlib.py", "<string>", "<@beartype")
+_HIDDEN = (
+    "/torch/",
+    "autosp_dtensor/",
+    "/einops/",
+    "<frozen",
+    "/contextlib.py",
+    "<string>",
+    "<@beartype",
+)
 _INPLACE_ARGUMENT = {
     "relu", "silu", "dropout", "gelu", "elu", "celu", "selu", "leaky_relu", "hardtanh", "relu6", "hardswish",
     "hardsigmoid", "mish", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "threshold", "rrelu",

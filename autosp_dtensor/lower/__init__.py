@@ -9,7 +9,16 @@ from .localize import Collective, Drawn, bound, flatten_exchanges, local_meta, l
 from .regions import Region, cut_regions
 from .verify import verify_lowered
 
-__all__ = ["Collective", "Drawn", "Region", "bound", "cut_regions", "local_meta", "lower", "verify_lowered"]
+__all__ = [
+    "Collective",
+    "Drawn",
+    "Region",
+    "bound",
+    "cut_regions",
+    "local_meta",
+    "lower",
+    "verify_lowered",
+]
 
 
 def lower(placed: Graph, axis_size: int, fake_mode: FakeTensorMode) -> Graph:

@@ -18,12 +18,22 @@ from .._torch import all_gather_single, reduce_scatter_single
 from ..placement import Shard
 from .layout import merge
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "mean_grad", "reduce_scatter", "relayout", "scale_grad"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "mean_grad",
+    "reduce_scatter",
+    "relayout",
+    "scale_grad",
+]
 
 Move = tuple[Shard, Shard]
 
 
-def all_to_all(group: Any, rank: int, moves: tuple[Move, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def all_to_all(
+    group: Any, rank: int, moves: tuple[Move, ...], *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Move the sharding of each tensor from one dim to another, all tensors in one exchange.
 
     Args:
@@ -36,7 +46,8 @@ def all_to_all(group: Any, rank: int, moves: tuple[Move, ...], *tensors: torch.T
     pairs = [(t, None) if not t.is_complex() else (torch.view_as_real(t), t) for t in tensors]
     outs = _AllToAll.apply(group, rank, moves, *(real for real, _ in pairs))
     return tuple(
-        out if old is None else torch.view_as_complex(out) for out, (_, old) in zip(outs, pairs, strict=True)
+        out if old is None else torch.view_as_complex(out)
+        for out, (_, old) in zip(outs, pairs, strict=True)
     )
 
 
@@ -89,7 +100,9 @@ def _exchange(
     pieces = [_Piece(x, move, rank) for x, move in zip(tensors, moves, strict=True)]
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) > 1:
-        return tuple(_exchange(group, rank, [m], [x])[0] for m, x in zip(moves, tensors, strict=True))
+        return tuple(
+            _exchange(group, rank, [m], [x])[0] for m, x in zip(moves, tensors, strict=True)
+        )
     if all(p.source.even and p.target.even for p in pieces):
         return _exchange_even(group, rank, pieces)
     return _exchange_uneven(group, rank, pieces)
@@ -103,7 +116,9 @@ def _exchange_even(group: Any, rank: int, pieces: Sequence[_Piece]) -> tuple[tor
     sent = pieces[0].view.new_empty((n, sum(counts)))
     at = 0
     for piece, shape, count in zip(pieces, shapes, counts, strict=True):
-        cut = piece.view.unflatten(piece.want_dim, (n, piece.target.sizes[0])).movedim(piece.want_dim, 0)
+        cut = piece.view.unflatten(piece.want_dim, (n, piece.target.sizes[0])).movedim(
+            piece.want_dim, 0
+        )
         sent.narrow(1, at, count).unflatten(1, shape).copy_(cut)
         at += count
     received = torch.empty_like(sent)
@@ -111,7 +126,13 @@ def _exchange_even(group: Any, rank: int, pieces: Sequence[_Piece]) -> tuple[tor
     outs, at = [], 0
     for piece, shape, count in zip(pieces, shapes, counts, strict=True):
         parts = received.narrow(1, at, count).unflatten(1, shape)
-        outs.append(piece.joined(parts.movedim(0, piece.have_dim).flatten(piece.have_dim, piece.have_dim + 1).contiguous()))
+        outs.append(
+            piece.joined(
+                parts.movedim(0, piece.have_dim)
+                .flatten(piece.have_dim, piece.have_dim + 1)
+                .contiguous()
+            )
+        )
         at += count
     return tuple(outs)
 
@@ -163,10 +184,15 @@ class _Relayout(torch.autograd.Function):
 def _intervals(shard: Shard, rank: int) -> list[tuple[int, int, int]]:
     """(start in the whole dim, end, start in the local dim) of what a rank holds."""
     size, offset = shard.sizes[rank], shard.offsets[rank]
-    return [(o * shard.block + offset, o * shard.block + offset + size, o * size) for o in range(shard.outer)]
+    return [
+        (o * shard.block + offset, o * shard.block + offset + size, o * size)
+        for o in range(shard.outer)
+    ]
 
 
-def _overlaps(a: list[tuple[int, int, int]], b: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def _overlaps(
+    a: list[tuple[int, int, int]], b: list[tuple[int, int, int]]
+) -> list[tuple[int, int, int]]:
     """(start in the whole dim, start in a's local dim, length) of what two ranks have in common."""
     found, i, j = [], 0, 0
     while i < len(a) and j < len(b):
@@ -180,7 +206,9 @@ def _overlaps(a: list[tuple[int, int, int]], b: list[tuple[int, int, int]]) -> l
     return found
 
 
-def _move_rows(group: Any, rank: int, source: Shard, target: Shard, x: torch.Tensor) -> torch.Tensor:
+def _move_rows(
+    group: Any, rank: int, source: Shard, target: Shard, x: torch.Tensor
+) -> torch.Tensor:
     n, dim = len(source.sizes), source.dim
     x = x.movedim(dim, 0)
     row = x[:1].numel() if x.shape[0] else math.prod(x.shape[1:])
@@ -199,7 +227,10 @@ def _move_rows(group: Any, rank: int, source: Shard, target: Shard, x: torch.Ten
     received = x.new_empty(sum(in_counts))
     dist.all_to_all_single(received, sent, in_counts, out_counts, group=group)
     parts = received.split([row * length for _, length in incoming]) if incoming else ()
-    ordered = [part for _, part in sorted(zip([s for s, _ in incoming], parts, strict=True), key=lambda p: p[0])]
+    ordered = [
+        part
+        for _, part in sorted(zip([s for s, _ in incoming], parts, strict=True), key=lambda p: p[0])
+    ]
     shape = (target.outer * target.sizes[rank], *x.shape[1:])
     joined = torch.cat(ordered) if ordered else received
     return joined.view(shape).movedim(0, dim).contiguous()
@@ -249,7 +280,9 @@ def _scatter_sum(group: Any, rank: int, target: Shard, x: torch.Tensor) -> torch
     whole = whole.contiguous()
     out = whole.new_empty((longest, *whole.shape[1:]))
     reduce_scatter_single(out, whole, group=group)
-    return merge(out.narrow(0, 0, target.sizes[rank]).movedim(0, target.dim + 1), target).contiguous()
+    return merge(
+        out.narrow(0, 0, target.sizes[rank]).movedim(0, target.dim + 1), target
+    ).contiguous()
 
 
 def reduce_scatter(group: Any, rank: int, target: Shard, x: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from ..graph import Facts, facts, set_facts
-from ..placement import Partial, PerRank, Replicate, Shard
 from ..place import redistribute
 from ..place.rule import Local, fill
+from ..placement import Partial, PerRank, Replicate, Shard
 
 __all__ = ["Collective", "Drawn", "flatten_exchanges", "localize"]
 
@@ -66,7 +66,9 @@ def localize(placed: Graph, axis_size: int) -> Graph:
     lowered = Graph()
     made: dict[Node, Node] = {}
 
-    def add(like: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None, **changes: Any) -> Node:
+    def add(
+        like: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None, **changes: Any
+    ) -> Node:
         node = lowered.call_function(target, args, dict(kwargs or {}))
         set_facts(node, facts(like).having(**changes))
         return node
@@ -80,8 +82,19 @@ def localize(placed: Graph, axis_size: int) -> Graph:
             results = []
             for result in node.args[0]:  # type: ignore[union-attr]
                 held = made[result]
-                if axis_size > 1 and isinstance(facts(result).placement, Shard) and facts(result).meta.requires_grad:
-                    held = add(result, Collective("scale_grad", factor=float(axis_size)), (held,), scope=(), rule=None, option=None)
+                if (
+                    axis_size > 1
+                    and isinstance(facts(result).placement, Shard)
+                    and facts(result).meta.requires_grad
+                ):
+                    held = add(
+                        result,
+                        Collective("scale_grad", factor=float(axis_size)),
+                        (held,),
+                        scope=(),
+                        rule=None,
+                        option=None,
+                    )
                 results.append(held)
             output = lowered.output(tuple(results))
             set_facts(output, known)
@@ -99,9 +112,15 @@ def localize(placed: Graph, axis_size: int) -> Graph:
 
 def _call(node: Node, known: Facts, made: dict[Node, Node], add: Callable[..., Node]) -> Node:
     op, option = known.option
-    local = Local(op.target, op.args, op.kwargs) if known.rule is None else known.rule.localize(op, option)
+    local = (
+        Local(op.target, op.args, op.kwargs)
+        if known.rule is None
+        else known.rule.localize(op, option)
+    )
     tensors: list[Node] = []
-    map_aggregate((node.args, node.kwargs), lambda v: tensors.append(v) if isinstance(v, Node) else None)
+    map_aggregate(
+        (node.args, node.kwargs), lambda v: tensors.append(v) if isinstance(v, Node) else None
+    )
     args = fill(local.args, [made[t] for t in tensors])
     kwargs = fill(dict(local.kwargs), [made[t] for t in tensors])
     target = local.target
@@ -140,7 +159,11 @@ def _border_gradients(graph: Graph, axis_size: int) -> None:
         if not known.meta.requires_grad:
             continue
         sharded = isinstance(known.placement, Shard)
-        target = Collective("scale_grad", factor=1.0 / axis_size) if sharded else Collective("mean_grad", factor=axis_size)
+        target = (
+            Collective("scale_grad", factor=1.0 / axis_size)
+            if sharded
+            else Collective("mean_grad", factor=axis_size)
+        )
         users = list(node.users)
         with graph.inserting_after(after):
             bordered = graph.call_function(target, (node,))
@@ -161,7 +184,9 @@ def flatten_exchanges(graph: Graph) -> Graph:
             continue
         pairs = tuple(move.target.moves[0] for move in moves)  # type: ignore[union-attr]
         with graph.inserting_after(max(moves)):
-            fused = graph.call_function(Collective("all_to_all", pairs), tuple(m.args[0] for m in moves))
+            fused = graph.call_function(
+                Collective("all_to_all", pairs), tuple(m.args[0] for m in moves)
+            )
         first = facts(moves[0])
         set_facts(
             fused,
@@ -185,7 +210,11 @@ def flatten_exchanges(graph: Graph) -> Graph:
 
 
 def _is_exchange(node: Node) -> bool:
-    return isinstance(node.target, Collective) and node.target.kind == "all_to_all" and len(node.target.moves) == 1
+    return (
+        isinstance(node.target, Collective)
+        and node.target.kind == "all_to_all"
+        and len(node.target.moves) == 1
+    )
 
 
 def bound(value: Any, rank: int) -> Any:
@@ -200,5 +229,3 @@ def local_meta(known: Facts, index: int, rank: int) -> tuple[int, ...]:
     if isinstance(placement, Shard):
         shape[placement.dim] = placement.local(rank)
     return tuple(shape)
-
-

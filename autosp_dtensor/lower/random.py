@@ -23,7 +23,9 @@ class Seeded:
 
     def __call__(self, seed: int, *args: Any, **kwargs: Any) -> Any:
         mixed = mix(mix(seed, self.number), 0 if self.rank is None else self.rank + 1)
-        devices = {a.device for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda"}
+        devices = {
+            a.device for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda"
+        }
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             devices.add(torch.device(device))

@@ -58,7 +58,12 @@ def _chain(node: Node, paths: set[str]) -> list[Scope]:
 
 
 def _fill(
-    region: Region, nodes: list[Node], inputs: list[Node], results: list[Node], paths: set[str], depth: int
+    region: Region,
+    nodes: list[Node],
+    inputs: list[Node],
+    results: list[Node],
+    paths: set[str],
+    depth: int,
 ) -> None:
     graph = region.graph
     made: dict[Node, Node] = {}
@@ -67,7 +72,7 @@ def _fill(
     inside = {n: scope for scope, group in groups for n in group if scope is not None}
     states: dict[Origin, Node] = {}
     for node in [*[n for scope, g in groups if scope is None for n in g], *_direct(results)]:
-        for used in (node.all_input_nodes if node.op == "call_function" else [node]):
+        for used in node.all_input_nodes if node.op == "call_function" else [node]:
             if used.op == "get_attr":
                 origin = facts(used).origin
                 assert origin is not None
@@ -79,7 +84,9 @@ def _fill(
     for node in inputs:
         if node not in made:
             made[node] = graph.placeholder(node.name)
-            set_facts(made[node], facts(node).having(origin=facts(node).origin if depth == 0 else None))
+            set_facts(
+                made[node], facts(node).having(origin=facts(node).origin if depth == 0 else None)
+            )
     used_after = _used_outside(groups, results)
     for scope, group in groups:
         if scope is None:
@@ -110,7 +117,9 @@ def _direct(results: list[Node]) -> list[Node]:
     return [r for r in results if r.op == "get_attr"]
 
 
-def _groups(nodes: list[Node], paths: set[str], depth: int) -> list[tuple[Scope | None, list[Node]]]:
+def _groups(
+    nodes: list[Node], paths: set[str], depth: int
+) -> list[tuple[Scope | None, list[Node]]]:
     """Runs of nodes of this region itself (None) and of each region called inside it."""
     groups: list[tuple[Scope | None, list[Node]]] = []
     seen: set[Scope] = set()
@@ -135,7 +144,9 @@ def _used_outside(
     for _, group in groups:
         own = set(group)
         found[id(group)] = {
-            n for n in group if n in wanted or any(user not in own for user in n.users if user.op != "output")
+            n
+            for n in group
+            if n in wanted or any(user not in own for user in n.users if user.op != "output")
         }
     return found
 

@@ -39,18 +39,23 @@ def verify_lowered(graph: Graph, axis_size: int, mode: FakeTensorMode) -> None:
 def _signature(node: Node) -> Any:
     known = facts(node)
     args = map_aggregate(
-        (node.args, node.kwargs), lambda v: (facts(v).outs, facts(v).placements) if isinstance(v, Node) else v
+        (node.args, node.kwargs),
+        lambda v: (facts(v).outs, facts(v).placements) if isinstance(v, Node) else v,
     )
     return (node.target, repr(args), known.outs, known.placements)
 
 
 def _verify_placed(node: Node) -> None:
     known = facts(node)
-    assert len(known.placements) == len(known.outs), f"{node} has {len(known.placements)} placements"
+    assert len(known.placements) == len(known.outs), (
+        f"{node} has {len(known.placements)} placements"
+    )
     for meta, placement in zip(known.outs, known.placements, strict=True):
         if isinstance(placement, Shard):
             length = placement.outer * placement.block
-            assert length == meta.shape[placement.dim], f"{node}: {placement} does not fit {describe(meta)}"
+            assert length == meta.shape[placement.dim], (
+                f"{node}: {placement} does not fit {describe(meta)}"
+            )
 
 
 def _local(node: Node, rank: int) -> Any:
@@ -76,7 +81,11 @@ def _verify(node: Node, rank: int) -> None:
         (node.args, node.kwargs), lambda v: _local(v, rank) if isinstance(v, Node) else v
     )  # type: ignore[misc]
     result = target(*bound(args, rank), **bound(kwargs, rank))
-    outs = [t for t in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(t, torch.Tensor)]
+    outs = [
+        t
+        for t in (result if isinstance(result, (tuple, list)) else [result])
+        if isinstance(t, torch.Tensor)
+    ]
     for index, (out, meta) in enumerate(zip(outs, known.outs, strict=False)):
         want = local_meta(known, index, rank)
         assert tuple(out.shape) == want and out.dtype == meta.dtype, (

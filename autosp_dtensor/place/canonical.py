@@ -53,14 +53,25 @@ def _bind(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
     return bound
 
 
-_CLASS_NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_CLASS_NAMES = (
+    "input",
+    "target",
+    "weight",
+    "size_average",
+    "ignore_index",
+    "reduce",
+    "reduction",
+    "label_smoothing",
+)
 
 
 def _class_loss_mean(graph: Graph, node: Node, name: str) -> None:
     """mean -> sum over the weight of valid targets, which every rank counts on the whole target."""
     given = _bind(node, _CLASS_NAMES)
     if given.get("size_average") is not None or given.get("reduce") is not None:
-        reduction = torch.nn._reduction.legacy_get_string(given.get("size_average"), given.get("reduce"))
+        reduction = torch.nn._reduction.legacy_get_string(
+            given.get("size_average"), given.get("reduce")
+        )
     else:
         reduction = given.get("reduction", "mean")
     logits, target, weight = given["input"], given["target"], given.get("weight")
@@ -70,17 +81,37 @@ def _class_loss_mean(graph: Graph, node: Node, name: str) -> None:
     known: Facts = facts(node)
     with graph.inserting_before(node):
         if reduction != "mean":
-            same = _add(graph, node, node.target, (logits, target, weight), {**kept, "reduction": reduction},
-                        known.meta, known.aten)
+            same = _add(
+                graph,
+                node,
+                node.target,
+                (logits, target, weight),
+                {**kept, "reduction": reduction},
+                known.meta,
+                known.aten,
+            )
             node.replace_all_uses_with(same)
             graph.erase_node(node)
             return
         if facts(logits).meta.dtype == torch.float16:  # a sum over tokens leaves the range of fp16
             meta = replace(facts(logits).meta, dtype=torch.float32)
-            logits = _add(graph, node, torch.Tensor.float, (logits,), {}, meta, (torch.ops.aten._to_copy.default,))
+            logits = _add(
+                graph,
+                node,
+                torch.Tensor.float,
+                (logits,),
+                {},
+                meta,
+                (torch.ops.aten._to_copy.default,),
+            )
         dtype = facts(logits).meta.dtype if known.meta.dtype == torch.float16 else known.meta.dtype
         total = _add(
-            graph, node, node.target, (logits, target, weight), {**kept, "reduction": "sum"}, replace(known.meta, dtype=dtype)
+            graph,
+            node,
+            node.target,
+            (logits, target, weight),
+            {**kept, "reduction": "sum"},
+            replace(known.meta, dtype=dtype),
         )
         count_meta = replace(known.meta, requires_grad=False, dtype=dtype)
         if facts(target).meta.dtype.is_floating_point:
@@ -88,11 +119,32 @@ def _class_loss_mean(graph: Graph, node: Node, name: str) -> None:
             count: Any = facts(target).meta.numel // (shape[1] if len(shape) > 1 else shape[0])
         else:
             count = _add(
-                graph, node, target_weight, (target, weight, given.get("ignore_index", -100), dtype), {}, count_meta
+                graph,
+                node,
+                target_weight,
+                (target, weight, given.get("ignore_index", -100), dtype),
+                {},
+                count_meta,
             )
-        mean = _add(graph, node, torch.div, (total, count), {}, replace(known.meta, dtype=dtype), (torch.ops.aten.div.Tensor,))
+        mean = _add(
+            graph,
+            node,
+            torch.div,
+            (total, count),
+            {},
+            replace(known.meta, dtype=dtype),
+            (torch.ops.aten.div.Tensor,),
+        )
         if dtype != known.meta.dtype:
-            mean = _add(graph, node, torch.Tensor.to, (mean, known.meta.dtype), {}, known.meta, (torch.ops.aten._to_copy.default,))
+            mean = _add(
+                graph,
+                node,
+                torch.Tensor.to,
+                (mean, known.meta.dtype),
+                {},
+                known.meta,
+                (torch.ops.aten._to_copy.default,),
+            )
     node.replace_all_uses_with(mean)
     graph.erase_node(node)
 
@@ -126,13 +178,23 @@ def _element_loss_mean(graph: Graph, node: Node, name: str) -> None:
     given = _bind(node, _ELEMENT_LOSSES[name])
     reduction = given.get("reduction", "mean")
     if given.get("size_average") is not None or given.get("reduce") is not None:
-        reduction = torch.nn._reduction.legacy_get_string(given.get("size_average"), given.get("reduce"))
-    if reduction == "none" or given.get("weight") is not None and name in ("mse_loss", "l1_loss", "huber_loss"):
+        reduction = torch.nn._reduction.legacy_get_string(
+            given.get("size_average"), given.get("reduce")
+        )
+    if (
+        reduction == "none"
+        or (given.get("weight") is not None
+        and name in ("mse_loss", "l1_loss", "huber_loss"))
+    ):
         return
     known = facts(node)
     a, b = facts(given["input"]).meta, facts(given["target"]).meta
     shape = torch.broadcast_shapes(a.shape, b.shape)
-    extra = {k: v for k, v in given.items() if k not in ("input", "target", "size_average", "reduce", "reduction")}
+    extra = {
+        k: v
+        for k, v in given.items()
+        if k not in ("input", "target", "size_average", "reduce", "reduction")
+    }
     with graph.inserting_before(node):
         each = _add(
             graph, node, node.target, (given["input"], given["target"]), {**extra, "reduction": "none"},
@@ -140,14 +202,38 @@ def _element_loss_mean(graph: Graph, node: Node, name: str) -> None:
         )  # fmt: skip
         if reduction == "batchmean":
             total = _add(graph, node, torch.sum, (each,), {}, known.meta)
-            result = _add(graph, node, torch.div, (total, a.shape[0]), {}, known.meta, (torch.ops.aten.div.Tensor,))
+            result = _add(
+                graph,
+                node,
+                torch.div,
+                (total, a.shape[0]),
+                {},
+                known.meta,
+                (torch.ops.aten.div.Tensor,),
+            )
         else:
-            result = _add(graph, node, torch.sum if reduction == "sum" else torch.mean, (each,), {}, known.meta)
+            result = _add(
+                graph,
+                node,
+                torch.sum if reduction == "sum" else torch.mean,
+                (each,),
+                {},
+                known.meta,
+            )
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
-_SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_SDPA_NAMES = (
+    "query",
+    "key",
+    "value",
+    "attn_mask",
+    "dropout_p",
+    "is_causal",
+    "scale",
+    "enable_gqa",
+)
 
 
 def _drop_plain_mask(node: Node, patterns: dict[Node, Pattern | None]) -> None:
@@ -181,7 +267,12 @@ def _repeat_key_heads(graph: Graph, node: Node, axis_size: int) -> None:
             meta = facts(old).meta
             shape = (*meta.shape[:-3], meta.shape[-3] * group, *meta.shape[-2:])
             given[name] = _add(
-                graph, node, torch.repeat_interleave, (old, group, len(shape) - 3), {}, replace(meta, shape=shape)
+                graph,
+                node,
+                torch.repeat_interleave,
+                (old, group, len(shape) - 3),
+                {},
+                replace(meta, shape=shape),
             )
     given["enable_gqa"] = False
     node.args = ()

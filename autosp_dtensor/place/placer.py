@@ -53,7 +53,9 @@ class Value:
 class Placer:
     """Places one captured graph. `result` is the placed graph; node facts hold placements, rule and option."""
 
-    def __init__(self, graph: Graph, axis_size: int, inputs: list[Placement | None], seq_dim: int) -> None:
+    def __init__(
+        self, graph: Graph, axis_size: int, inputs: list[Placement | None], seq_dim: int
+    ) -> None:
         self.graph = graph
         self.n = axis_size
         self.inputs = inputs
@@ -67,11 +69,21 @@ class Placer:
         self.first_refused: PlacementError | None = None
 
     def run(self) -> Graph:
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        for node in inputs:
+            self._place_input(node)
+        for node in inputs:  # after all of them, so that placeholders stay together
+            self._cut_input(node)
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                self._place_input(node)
-            elif node.op == "get_attr":
-                self._keep(node, self.result.create_node("get_attr", node.target, name=node.name), REPLICATE, None)
+                continue
+            if node.op == "get_attr":
+                self._keep(
+                    node,
+                    self.result.create_node("get_attr", node.target, name=node.name),
+                    REPLICATE,
+                    None,
+                )
             elif node.op == "output":
                 self._place_output(node)
             elif node.target is operator.getitem and node.args[0] in self.tuples:
@@ -86,7 +98,9 @@ class Placer:
 
     # -- sources and results --------------------------------------------------------------------
 
-    def _keep(self, node: Node, placed: Node, placement: Placement, home: Shard | None, **how: Any) -> Value:
+    def _keep(
+        self, node: Node, placed: Node, placement: Placement, home: Shard | None, **how: Any
+    ) -> Value:
         value = Value(node, placement, home, {placement: placed}, **how)
         known = facts(node)
         set_facts(placed, known.having(placements=(placement,), homes=(home,)))
@@ -102,10 +116,18 @@ class Placer:
         if isinstance(given, Shard):
             self._keep(node, placed, given, given)
             return
-        value = self._keep(node, placed, REPLICATE, home)
-        if home is not None and known.meta.dtype.is_floating_point:
-            self.want(node, home)
-            value.placement = home
+        self._keep(node, placed, REPLICATE, home)
+
+    def _cut_input(self, node: Node) -> None:
+        """A float with the sequence dim is cut where it comes in."""
+        value = self.values[node]
+        if (
+            value.home is not None
+            and value.facts.meta.dtype.is_floating_point
+            and value.home != value.placement
+        ):
+            self.want(node, value.home)
+            value.placement = value.home
 
     def _place_output(self, node: Node) -> None:
         results = []
@@ -190,7 +212,8 @@ class Placer:
             with self.result.inserting_after(after):
                 placed = self.result.call_function(op.target, args, dict(kwargs))
         set_facts(
-            placed, facts(node).having(placements=option.outs, homes=homes, rule=rule, option=(op, option))
+            placed,
+            facts(node).having(placements=option.outs, homes=homes, rule=rule, option=(op, option)),
         )
         return placed
 
@@ -233,7 +256,12 @@ class Placer:
             return None
         for i, value in enumerate(values):
             kind = value.facts.meta.dtype
-            if value.home is None or kind.is_floating_point or kind.is_complex or kind is torch.bool:
+            if (
+                value.home is None
+                or kind.is_floating_point
+                or kind.is_complex
+                or kind is torch.bool
+            ):
                 continue
             option = rule.from_input(op, i, value.home)
             if option is not None and all(isinstance(out, Shard) for out in option.outs):
@@ -253,13 +281,17 @@ class Placer:
         if target in value.versions or self.n == 1:
             return 0.0
         costs = [sent_bytes(value.facts.meta, p, target, self.n) for p in value.versions]
-        if isinstance(target, Replicate):  # at equal bytes, an exchange leaves less on each rank than a gather
+        if isinstance(
+            target, Replicate
+        ):  # at equal bytes, an exchange leaves less on each rank than a gather
             costs = [cost * 1.1 for cost in costs]
         if isinstance(target, Replicate) and self._can_redo_whole(value):
             costs.append(0.0)
         return min(costs)
 
-    def _homes(self, op: Op, rule: Rule | None, values: list[Value], option: Option) -> tuple[Shard | None, ...]:
+    def _homes(
+        self, op: Op, rule: Rule | None, values: list[Value], option: Option
+    ) -> tuple[Shard | None, ...]:
         """Where the sequence dim is in the results, whether or not they are sharded on it now."""
         if not values and op.name == "arange" and op.outs[0].shape[0] in self.lengths:
             return (Shard(0, chunk_sizes(op.outs[0].shape[0], self.n)),)  # positions, very likely
@@ -330,8 +362,12 @@ class Placer:
     def _redo(self, value: Value, option: Option) -> Node:
         assert value.op is not None
         placed = value.versions[value.placement]
-        after = max([placed, *(self.want(t, p) for t, p in zip(value.inputs, option.ins, strict=True))])
-        return self._emit(value.source, value.op, value.rule, option, value.inputs, (value.home,), after=after)
+        after = max(
+            [placed, *(self.want(t, p) for t, p in zip(value.inputs, option.ins, strict=True))]
+        )
+        return self._emit(
+            value.source, value.op, value.rule, option, value.inputs, (value.home,), after=after
+        )
 
     def _redistribute(self, value: Value, target: Placement) -> Node:
         source = min(
@@ -370,7 +406,8 @@ class Placer:
     def _refuse(self, node: Node, op: Op, values: list[Value]) -> None:
         known = facts(node)
         have = [
-            f"{_argument_name(k)} {describe(v.facts.meta, v.placement)}" for k, v in enumerate(values)
+            f"{_argument_name(k)} {describe(v.facts.meta, v.placement)}"
+            for k, v in enumerate(values)
         ]
         error = PlacementError(
             f"{_full_name(op.target)} has no rule for a value split over mesh axis 'sp' (size {self.n}).",
@@ -391,7 +428,9 @@ class Placer:
             return first
         more = [f"also  {text}" for text in others[:10]]
         have = [first.have] if isinstance(first.have, str) else list(first.have or ())
-        return PlacementError(first.what, where=first.where, have=[*have, *more], why=first.why, fix=first.fix)
+        return PlacementError(
+            first.what, where=first.where, have=[*have, *more], why=first.why, fix=first.fix
+        )
 
 
 _NO_RULE = Rule()
@@ -422,7 +461,10 @@ def _full_name(target: Callable[..., Any]) -> str:
 
 
 def _example_spec(values: list[Value]) -> str:
-    return ", ".join(" ".join("abcdefghij"[: len(v.facts.meta.shape)]) or "()" for v in values) + " -> ..."
+    return (
+        ", ".join(" ".join("abcdefghij"[: len(v.facts.meta.shape)]) or "()" for v in values)
+        + " -> ..."
+    )
 
 
 def seed_inputs(
@@ -437,7 +479,11 @@ def seed_inputs(
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     wide = [n for n in nodes if len(facts(n).meta.shape) > seq_dim]
     integers = [n for n in wide if not facts(n).meta.dtype.is_floating_point]
-    floats = [n for n in wide if facts(n).meta.dtype.is_floating_point and len(facts(n).meta.shape) > seq_dim + 1]
+    floats = [
+        n
+        for n in wide
+        if facts(n).meta.dtype.is_floating_point and len(facts(n).meta.shape) > seq_dim + 1
+    ]
     first = (integers or floats)[:1]
     if not first:
         return {}

@@ -62,7 +62,9 @@ def register_rule(
     return target
 
 
-def _opaque(function: types.FunctionType, rule: FactorRule, fake: Callable[..., Any] | None) -> Callable[..., Any]:
+def _opaque(
+    function: types.FunctionType, rule: FactorRule, fake: Callable[..., Any] | None
+) -> Callable[..., Any]:
     """A function that the tracer records as one call and does not look into."""
 
     @functools.wraps(function)
@@ -84,7 +86,8 @@ def parse_spec(spec: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     left, arrow, right = spec.partition("->")
     if not arrow or not right.strip():
         raise UsageError(
-            f"the pattern {spec!r} has no '->' with results after it.", fix='for example "b s d, [d] -> b s d"'
+            f"the pattern {spec!r} has no '->' with results after it.",
+            fix='for example "b s d, [d] -> b s d"',
         )
     return _terms(left, spec), _terms(right, spec)
 

@@ -151,7 +151,9 @@ class FactorRule(Rule):
                     yield option
 
     def localize(self, op: Op, option: Option) -> Local:
-        if self._localize is None or not any(isinstance(p, (Shard, Partial)) for p in (*option.ins, *option.outs)):
+        if self._localize is None or not any(
+            isinstance(p, (Shard, Partial)) for p in (*option.ins, *option.outs)
+        ):
             return super().localize(op, option)
         return self._localize(op, option)
 
@@ -224,4 +226,6 @@ def local_shape(meta: Meta, placement: Placement) -> tuple[int | PerRank, ...]:
 
 def fill(value: Any, tensors: tuple[Any, ...] | list[Any]) -> Any:
     """Put tensors (or nodes) in the place of slots."""
-    return torch.fx.node.map_aggregate(value, lambda v: tensors[v.index] if isinstance(v, Slot) else v)
+    return torch.fx.node.map_aggregate(
+        value, lambda v: tensors[v.index] if isinstance(v, Slot) else v
+    )

@@ -49,4 +49,6 @@ def _is_torch(target: Callable[..., Any]) -> bool:
     if isinstance(target, OutOfPlace):
         target = target.func
     module = getattr(target, "__module__", None) or "torch"
-    return module.split(".")[0] in ("torch", "autosp_dtensor", "_operator") and not hasattr(target, "_qualified_op_name")
+    return module.split(".")[0] in ("torch", "autosp_dtensor", "_operator") and not hasattr(
+        target, "_qualified_op_name"
+    )

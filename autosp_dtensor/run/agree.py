@@ -78,7 +78,8 @@ class Agreement:
         for rank, row in zip(self.ranks, rows, strict=True):
             groups.setdefault(row[0] if what != "data" else tuple(row), []).append(rank)
         have = [
-            f"ranks {', '.join(map(str, members))}: {texts[self.ranks.index(members[0])]}" for members in groups.values()
+            f"ranks {', '.join(map(str, members))}: {texts[self.ranks.index(members[0])]}"
+            for members in groups.values()
         ]
         raise RankMismatchError(
             f"ranks of one sp group were called with different {what}.",
@@ -89,7 +90,9 @@ class Agreement:
 
 
 def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True
+    )
 
 
 def _content(tensor: torch.Tensor) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -64,5 +63,3 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, meta: Meta, placement: Sha
         shape=torch.Size(meta.shape),
         stride=tuple(reversed(strides)),
     )
-
-

@@ -93,7 +93,9 @@ def _check_devices(call: Call, live: nn.Module | None, mesh: DeviceMesh) -> None
     for name, parameter in live.named_parameters() if live is not None else ():
         kinds.setdefault(parameter.device.type, f"parameter {name}")
     for number, tensor in enumerate(call.tensors):
-        device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+        device = (
+            tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+        )
         kinds.setdefault(device, f"input {number}")
     if "meta" in kinds:
         raise MeshError(
@@ -115,23 +117,34 @@ def collectives(program: Program) -> Counter[str]:
     """How many collectives of each kind the forward pass makes."""
     count: Counter[str] = Counter()
     for node in program.flat.nodes:
-        if isinstance(node.target, Collective) and node.target.sends and node.target.kind != "mean_grad":
+        if (
+            isinstance(node.target, Collective)
+            and node.target.sends
+            and node.target.kind != "mean_grad"
+        ):
             count[node.target.kind] += 1
     return count
 
 
 def sent(program: Program) -> int:
     """Bytes that one rank sends in the forward pass."""
-    return sum(facts(node).bytes for node in program.flat.nodes if isinstance(node.target, Collective))
+    return sum(
+        facts(node).bytes for node in program.flat.nodes if isinstance(node.target, Collective)
+    )
 
 
 def _log_summary(program: Program, call: Call, seconds: float) -> None:
     regions = [region for region in program.root.walk() if region.scope is not None]
     distinct = program.distinct
-    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(collectives(program).items())) or "no collective"
+    counts = (
+        ", ".join(f"{count} {kind}" for kind, count in sorted(collectives(program).items()))
+        or "no collective"
+    )
     log.info(
         "traced %s(%s) in %.2f s: %d operations, %d regions (%d distinct); forward: %s, %.1f MiB sent per rank",
-        type(call.target).__name__ if isinstance(call.target, nn.Module) else getattr(call.target, "__name__", "function"),
+        type(call.target).__name__
+        if isinstance(call.target, nn.Module)
+        else getattr(call.target, "__name__", "function"),
         call.describe(),
         seconds,
         len(program.flat.nodes),
@@ -140,6 +153,3 @@ def _log_summary(program: Program, call: Call, seconds: float) -> None:
         counts,
         sent(program) / 2**20,
     )
-
-
-

@@ -23,12 +23,17 @@ __all__ = ["Link", "compile_region"]
 class Link:
     """How a rank takes part in collectives: its group, its number, the size of the axis."""
 
-    def __init__(self, group: Any, rank: int, size: int, tap: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, group: Any, rank: int, size: int, tap: Callable[..., Any] | None = None
+    ) -> None:
         self.group, self.rank, self.size, self.tap = group, rank, size, tap
 
 
 def compile_region(
-    region: Region, link: Link, calls: dict[int, Callable[..., Any]], shared: dict[Any, Callable[..., Any]]
+    region: Region,
+    link: Link,
+    calls: dict[int, Callable[..., Any]],
+    shared: dict[Any, Callable[..., Any]],
 ) -> Callable[..., tuple[Any, ...]]:
     """A function of (seed, states..., inputs...) that returns the region's results.
 
@@ -48,7 +53,9 @@ def compile_region(
     return _with_children(shared[key], writer.children)
 
 
-def _with_children(function: Callable[..., Any], children: list[Callable[..., Any]]) -> Callable[..., Any]:
+def _with_children(
+    function: Callable[..., Any], children: list[Callable[..., Any]]
+) -> Callable[..., Any]:
     def region(seed: int, *args: Any) -> tuple[Any, ...]:
         return function(seed, children, *args)
 
@@ -102,7 +109,9 @@ class _Writer:
         if isinstance(target, Opaque) and isinstance(target.target, Tap):
             assert self.link.tap is not None
             shown = [facts(n) for n in node.args]  # type: ignore[arg-type]
-            hooks = self.link.tap(target.target, tuple(f.placement for f in shown), tuple(f.meta for f in shown))
+            hooks = self.link.tap(
+                target.target, tuple(f.placement for f in shown), tuple(f.meta for f in shown)
+            )
             return f"{self._constant(hooks, key=target.target)}({', '.join(args)})"
         if isinstance(target, Drawn):
             self.draws += 1
@@ -123,7 +132,9 @@ class _Writer:
         if target.kind == "relayout":
             return f"{self._constant(wire.relayout)}({group}, {link.rank}, *{moves}[0], {args[0]})"
         if target.kind == "all_gather":
-            return f"{self._constant(wire.all_gather)}({group}, {link.rank}, {moves}[0][0], {args[0]})"
+            return (
+                f"{self._constant(wire.all_gather)}({group}, {link.rank}, {moves}[0][0], {args[0]})"
+            )
         if target.kind == "reduce_scatter":
             return f"{self._constant(wire.reduce_scatter)}({group}, {link.rank}, {moves}[0][1], {args[0]})"
         if target.kind == "all_reduce":
@@ -185,5 +196,3 @@ def _last_uses(nodes: Any) -> dict[Node, list[Node]]:
         if value not in returned:
             dead.setdefault(user, []).append(value)
     return dead
-
-

@@ -29,7 +29,13 @@ class Forward:
 
     is_autosp_forward = True
 
-    def __init__(self, target: nn.Module | Callable[..., Any], mesh: DeviceMesh, full: DeviceMesh, options: Options):
+    def __init__(
+        self,
+        target: nn.Module | Callable[..., Any],
+        mesh: DeviceMesh,
+        full: DeviceMesh,
+        options: Options,
+    ):
         self.target = target
         self.mesh = mesh
         self.full_mesh = full
@@ -37,7 +43,9 @@ class Forward:
         self.agreement = Agreement(mesh)
         self.programs: dict[Any, list[Program]] = defaultdict(list)
         self.last: Program | None = None
-        self.original_attribute = target.__dict__.get("forward") if isinstance(target, nn.Module) else None
+        self.original_attribute = (
+            target.__dict__.get("forward") if isinstance(target, nn.Module) else None
+        )
         self.__name__ = getattr(target, "__name__", "forward")
         self.__doc__ = getattr(target, "forward", target).__doc__
         self.__wrapped__ = target.forward if isinstance(target, nn.Module) else target

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
-
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
 from .._torch import fsdp_hooks_alone, fsdp_policy
@@ -58,10 +57,14 @@ class Program:
         known = facts(output)
         self._results = list(zip(known.outs, known.placements, strict=True))
 
-    def _bind(self, region: Region, link: Link, shared: dict[Any, Any]) -> Callable[..., tuple[Any, ...]]:
+    def _bind(
+        self, region: Region, link: Link, shared: dict[Any, Any]
+    ) -> Callable[..., tuple[Any, ...]]:
         calls = {id(child): self._bind(child, link, shared) for child in region.children}
         function = compile_region(region, link, calls, shared)
-        states = [_state_reader(self.live, origin, self.captured.consts) for origin in region.states]
+        states = [
+            _state_reader(self.live, origin, self.captured.consts) for origin in region.states
+        ]
 
         def run(seed: int, *inputs: Any) -> tuple[Any, ...]:
             return function(seed, *[read() for read in states], *inputs)
@@ -70,9 +73,13 @@ class Program:
             return run
         module = self.live.get_submodule(region.path)
         called = _through_module(module, run) if fsdp_policy(module) is not None else run
-        return _checkpointed(called) if self.captured.calls[region.scope.call].checkpointed else called
+        return (
+            _checkpointed(called) if self.captured.calls[region.scope.call].checkpointed else called
+        )
 
-    def _tap(self, tap: Tap, placements: tuple[Placement, ...], metas: tuple[Meta, ...]) -> Callable[..., Any]:
+    def _tap(
+        self, tap: Tap, placements: tuple[Placement, ...], metas: tuple[Meta, ...]
+    ) -> Callable[..., Any]:
         """The user's hooks of one module call, on DTensors."""
         assert self.live is not None
         module = self.live.get_submodule(tap.path)
@@ -95,7 +102,9 @@ class Program:
         def back(value: torch.Tensor, placement: Placement) -> torch.Tensor:
             if not isinstance(placement, Shard):
                 return value.full_tensor() if isinstance(value, DTensor) else value
-            assert isinstance(value, DTensor), f"a hook on {tap.path} returned a plain tensor for a split one"
+            assert isinstance(value, DTensor), (
+                f"a hook on {tap.path} returned a plain tensor for a split one"
+            )
             value = value.redistribute(placements=[TorchShard(placement.dim)])
             local = to_local(value)
             return scale_grad(1.0 / n, local) if local.requires_grad and n > 1 else local
@@ -132,8 +141,14 @@ class Program:
         ordered, rest = [], []
         for node in self.flat.nodes:
             known = facts(node)
-            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "call")
-            constants = map_aggregate((node.args, node.kwargs), lambda v: "%" if isinstance(v, Node) else v)
+            name = (
+                node.target
+                if isinstance(node.target, str)
+                else getattr(node.target, "__name__", "call")
+            )
+            constants = map_aggregate(
+                (node.args, node.kwargs), lambda v: "%" if isinstance(v, Node) else v
+            )
             row = f"{name} {getattr(node.target, 'moves', '')} {constants} {known.outs} {known.placements}"
             sends = isinstance(node.target, Collective) and node.target.sends
             (ordered if sends or isinstance(node.target, Drawn) else rest).append(row)
@@ -159,7 +174,9 @@ _MISSING = object()
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def _state_reader(live: nn.Module | None, origin: Origin, consts: dict[str, torch.Tensor]) -> Callable[[], Any]:
+def _state_reader(
+    live: nn.Module | None, origin: Origin, consts: dict[str, torch.Tensor]
+) -> Callable[[], Any]:
     """Reads a parameter, buffer or attribute as it is on the live module at that moment (FSDP2 swaps them)."""
     if origin.kind == "const":
         value = consts[origin.name]
@@ -172,7 +189,9 @@ def _state_reader(live: nn.Module | None, origin: Origin, consts: dict[str, torc
     return lambda: store[name]
 
 
-def _through_module(module: nn.Module, run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+def _through_module(
+    module: nn.Module, run: Callable[..., tuple[Any, ...]]
+) -> Callable[..., tuple[Any, ...]]:
     """Call the live module, so that FSDP2 unshards and reshards around the region; its forward is the region.
 
     The user's own hooks are left out: they run as taps, on DTensors, not on the region's flat local values.

@@ -22,8 +22,25 @@ __all__ = ["Expression", "NotStatic", "Rect"]
 Rect = tuple[int, int, int, int]  # rows from, rows to, columns from, columns to
 Bounds = tuple[float, float]
 _SMALL = 1 << 24
-_KEEP_LAST_TWO = {"expand", "expand_as", "broadcast_to", "contiguous", "clone", "detach", "unsqueeze", "view", "reshape"}
-_FILLED = {"ones": 1.0, "zeros": 0.0, "new_ones": 1.0, "new_zeros": 0.0, "ones_like": 1.0, "zeros_like": 0.0}
+_KEEP_LAST_TWO = {
+    "expand",
+    "expand_as",
+    "broadcast_to",
+    "contiguous",
+    "clone",
+    "detach",
+    "unsqueeze",
+    "view",
+    "reshape",
+}
+_FILLED = {
+    "ones": 1.0,
+    "zeros": 0.0,
+    "new_ones": 1.0,
+    "new_zeros": 0.0,
+    "ones_like": 1.0,
+    "zeros_like": 0.0,
+}
 
 
 class NotStatic(Exception):
@@ -50,14 +67,24 @@ class Expression:
 
     def _is_large(self, node: Node) -> bool:
         shape = facts(node).meta.shape
-        return len(shape) >= 2 and shape[-2] > 1 and shape[-1] > 1 and facts(node).meta.numel >= self.rows * self.columns
+        return (
+            len(shape) >= 2
+            and shape[-2] > 1
+            and shape[-1] > 1
+            and facts(node).meta.numel >= self.rows * self.columns
+        )
 
     def _value(self, node: Node) -> Any:
         """A small tensor, computed from factories and constants alone."""
         if node in self._small:
             return self._small[node]
         known = facts(node)
-        if node.op != "call_function" or known.random or known.meta.numel > _SMALL or known.meta.requires_grad:
+        if (
+            node.op != "call_function"
+            or known.random
+            or known.meta.numel > _SMALL
+            or known.meta.requires_grad
+        ):
             raise NotStatic(node.name)
         args, kwargs = map_aggregate((node.args, node.kwargs), self._argument)  # type: ignore[misc]
         with torch.no_grad():
@@ -100,10 +127,16 @@ class Expression:
         if not (name in RULES or is_pointwise(facts(node).aten)) or facts(node).random:
             raise NotStatic(node.name)
         args, kwargs = map_aggregate(
-            (node.args, node.kwargs), lambda v: self._exact(v, rect) if isinstance(v, Node) else self._argument(v)
+            (node.args, node.kwargs),
+            lambda v: self._exact(v, rect) if isinstance(v, Node) else self._argument(v),
         )  # type: ignore[misc]
-        if isinstance(node.target, OutOfPlace):  # it writes to its first argument, which has the full shape
-            args = (args[0].expand(*args[0].shape[:-2], rect[1] - rect[0], rect[3] - rect[2]), *args[1:])
+        if isinstance(
+            node.target, OutOfPlace
+        ):  # it writes to its first argument, which has the full shape
+            args = (
+                args[0].expand(*args[0].shape[:-2], rect[1] - rect[0], rect[3] - rect[2]),
+                *args[1:],
+            )
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _same_plane(self, node: Node) -> Node:
@@ -114,12 +147,20 @@ class Expression:
         name = short_name(node.target)
         if name == "getitem":
             index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-            plain = all(i is None or i is Ellipsis or (isinstance(i, slice) and i.start in (None, 0) and i.step in (None, 1)) for i in index)
+            plain = all(
+                i is None
+                or i is Ellipsis
+                or (isinstance(i, slice) and i.start in (None, 0) and i.step in (None, 1))
+                for i in index
+            )
             if not plain:
                 raise NotStatic(node.name)
-        elif have[-2:] != want[-2:] and not (name in ("expand", "expand_as", "broadcast_to")):
+        elif have[-2:] != want[-2:] and name not in ("expand", "expand_as", "broadcast_to"):
             raise NotStatic(node.name)
-        elif name in ("view", "reshape", "unsqueeze") and facts(source).meta.numel != self.rows * self.columns:
+        elif (
+            name in ("view", "reshape", "unsqueeze")
+            and facts(source).meta.numel != self.rows * self.columns
+        ):
             raise NotStatic(node.name)
         return source
 
@@ -148,7 +189,10 @@ class Expression:
     def _triangle(self, node: Node, name: str, rect: Rect) -> Bounds | None:
         inner = self._bounds(node.args[0], rect)  # type: ignore[arg-type]
         diagonal = _diagonal(node)
-        lowest, highest = rect[2] - (rect[1] - 1), rect[3] - 1 - rect[0]  # least and greatest column - row
+        lowest, highest = (
+            rect[2] - (rect[1] - 1),
+            rect[3] - 1 - rect[0],
+        )  # least and greatest column - row
         kept = highest <= diagonal if name == "tril" else lowest >= diagonal
         dropped = lowest > diagonal if name == "tril" else highest < diagonal
         if dropped:
@@ -179,7 +223,9 @@ def _scalar(value: Any) -> Bounds | None:
     return (float(value), float(value)) if isinstance(value, (bool, int, float)) else None
 
 
-def _compare(holds: Callable[[Bounds, Bounds], bool], fails: Callable[[Bounds, Bounds], bool]) -> Callable[..., Bounds]:
+def _compare(
+    holds: Callable[[Bounds, Bounds], bool], fails: Callable[[Bounds, Bounds], bool]
+) -> Callable[..., Bounds]:
     def rule(a: Bounds, b: Bounds) -> Bounds:
         return (1.0, 1.0) if holds(a, b) else (0.0, 0.0) if fails(a, b) else (0.0, 1.0)
 

@@ -82,7 +82,9 @@ def _check(expression: Expression, pattern: Pattern, rect: Rect, budget: list[in
         for c0, c1 in ((rect[2], middle_column), (middle_column, rect[3]))
         if r0 < r1 and c0 < c1
     ]
-    parts.sort(key=lambda part: _uniform(pattern, part) is None)  # whole ones first: they refute cheaply
+    parts.sort(
+        key=lambda part: _uniform(pattern, part) is None
+    )  # whole ones first: they refute cheaply
     return all(_check(expression, pattern, part, budget) for part in parts)
 
 
@@ -115,7 +117,11 @@ def _equal(expression: Expression, pattern: Pattern, rect: Rect) -> bool:
     value = expression.exact(rect)
     rows = torch.arange(rect[0], rect[1])[:, None]
     columns = torch.arange(rect[2], rect[3])[None, :]
-    wanted = columns <= rows if pattern is Pattern.CAUSAL else torch.ones(rows.numel(), columns.numel(), dtype=torch.bool)
+    wanted = (
+        columns <= rows
+        if pattern is Pattern.CAUSAL
+        else torch.ones(rows.numel(), columns.numel(), dtype=torch.bool)
+    )
     if _is_bool(expression):
         return bool((value == wanted).all())
     allowed, forbidden = value == 0, value <= _least(expression)

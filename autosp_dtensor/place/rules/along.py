@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from typing import Any
 
 import torch
@@ -28,7 +27,13 @@ def along(position: int, default: Any = None, keyword: str = "dim") -> FactorRul
         outs = []
         for meta in op.outs:
             same = len(meta.shape) == rank
-            outs.append(tuple(n if meta.shape[d] == op.ins[0].shape[d] else None for d, n in enumerate(names)) if same else (None,) * len(meta.shape))
+            outs.append(
+                tuple(
+                    n if meta.shape[d] == op.ins[0].shape[d] else None for d, n in enumerate(names)
+                )
+                if same
+                else (None,) * len(meta.shape)
+            )
         others = tuple(_aligned(op, i) for i in range(1, len(op.ins)))
         local = frozenset(n for d, n in enumerate(names) if d not in dims)
         return Factors((tuple(names), *others), tuple(outs), local)
@@ -41,7 +46,9 @@ def _aligned(op: Op, i: int) -> tuple[str | None, ...]:
     first, other = op.ins[0].shape, op.ins[i].shape
     if len(first) != len(other):
         return (None,) * len(other)
-    return tuple(str(d) if a == b else None for d, (a, b) in enumerate(zip(first, other, strict=True)))
+    return tuple(
+        str(d) if a == b else None for d, (a, b) in enumerate(zip(first, other, strict=True))
+    )
 
 
 def last_dims_whole(op: Op) -> Factors:
@@ -130,7 +137,11 @@ def gather_factors(op: Op) -> Factors:
     rank = len(op.ins[0].shape)
     dim = argument(op, 2 if op.name == "take_along_dim" else 1, "dim", None)
     if not isinstance(dim, int):  # take_along_dim without a dim flattens
-        return Factors(tuple((None,) * len(m.shape) for m in op.ins), ((None,) * len(op.outs[0].shape),), frozenset())
+        return Factors(
+            tuple((None,) * len(m.shape) for m in op.ins),
+            ((None,) * len(op.outs[0].shape),),
+            frozenset(),
+        )
     dim %= max(rank, 1)
     names = _names(rank)
     same = [
@@ -142,7 +153,9 @@ def gather_factors(op: Op) -> Factors:
         return tuple(names[d] if d in same else None for d in range(len(meta.shape)))
 
     return Factors(
-        tuple(dims(meta) for meta in op.ins), tuple(dims(meta) for meta in op.outs), frozenset(names[d] for d in same)
+        tuple(dims(meta) for meta in op.ins),
+        tuple(dims(meta) for meta in op.outs),
+        frozenset(names[d] for d in same),
     )
 
 
@@ -161,7 +174,9 @@ def pad_factors(op: Op) -> Factors:
     """Padded dims are whole."""
     names = _names(len(op.ins[0].shape))
     same = frozenset(
-        n for d, n in enumerate(names) if op.outs[0].shape[d] == op.ins[0].shape[d] and not _is_padded(op, d, len(names))
+        n
+        for d, n in enumerate(names)
+        if op.outs[0].shape[d] == op.ins[0].shape[d] and not _is_padded(op, d, len(names))
     )
     return Factors((tuple(names),), (tuple(n if n in same else None for n in names),), same)
 
@@ -228,7 +243,10 @@ def same_size_factors(op: Op) -> Factors:
     """repeat, tile: dims that keep their size, counted from the right, are local."""
     rank = len(op.outs[0].shape)
     offset = rank - len(op.ins[0].shape)
-    out = [str(d) if d >= offset and op.ins[0].shape[d - offset] == op.outs[0].shape[d] else None for d in range(rank)]
+    out = [
+        str(d) if d >= offset and op.ins[0].shape[d - offset] == op.outs[0].shape[d] else None
+        for d in range(rank)
+    ]
     return Factors((tuple(out[offset:]),), (tuple(out),), frozenset(n for n in out if n))
 
 

@@ -67,7 +67,9 @@ class AttentionRule(Rule):
         known = attention_factors(op)
         name = known.ins[0][shard.dim]
         masks = [
-            shard.at(names.index(name)) if name in names and meta.shape[names.index(name)] > 1 else self.whole(op).ins[0]
+            shard.at(names.index(name))
+            if name in names and meta.shape[names.index(name)] > 1
+            else self.whole(op).ins[0]
             for names, meta in zip(known.ins[3:], op.ins[3:], strict=True)
         ]
         return Option((shard, keys, keys, *masks), (shard,))

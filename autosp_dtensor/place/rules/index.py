@@ -33,7 +33,9 @@ class _Plan:
 def _expanded(op: Op) -> list[Any]:
     """The index as a list with one entry per input dim (None entries kept), Ellipsis spelled out."""
     index = op.args[1]
-    items = list(index) if isinstance(index, (tuple, list)) and not _is_list_index(index) else [index]
+    items = (
+        list(index) if isinstance(index, (tuple, list)) and not _is_list_index(index) else [index]
+    )
     used = 0
     for item in items:
         if item is None or item is Ellipsis:
@@ -59,7 +61,9 @@ def _consumes(op: Op, item: Any) -> int:
 def _plan(op: Op) -> _Plan | None:
     """Names for the dims of the tensor, of index tensors and of the result; None for what is not understood."""
     items = _expanded(op)
-    if any(isinstance(item, bool) or _consumes(op, item) != 1 for item in items if item is not None):
+    if any(
+        isinstance(item, bool) or _consumes(op, item) != 1 for item in items if item is not None
+    ):
         return None
     shape = op.ins[0].shape
     entries: list[_Entry] = []
@@ -68,7 +72,14 @@ def _plan(op: Op) -> _Plan | None:
     adjacent = not tensors or tensors[-1] - tensors[0] == len(tensors) - 1
     if tensors and any(isinstance(item, int) for item in items):
         return None  # an int among index tensors broadcasts with them
-    rank = max((len(op.ins[i.index].shape) if isinstance(i, Slot) else 1 for i in items if isinstance(i, (Slot, list))), default=0)
+    rank = max(
+        (
+            len(op.ins[i.index].shape) if isinstance(i, Slot) else 1
+            for i in items
+            if isinstance(i, (Slot, list))
+        ),
+        default=0,
+    )
     indexed = [f"t{k}" for k in range(rank)]
     if tensors and not adjacent:
         out.extend(indexed)
@@ -131,7 +142,12 @@ class GetitemRule(Rule):
             parts = _slice_sizes(shard, *entry.value.indices(op.ins[0].shape[shard.dim]))
             assert entry.out is not None
             return Option((shard, *replicated), (Shard(entry.out, tuple(c for _, c in parts)),))
-        if entry.kind == "int" and shard.outer == 1 and local and op.outs[0].dtype.is_floating_point:
+        if (
+            entry.kind == "int"
+            and shard.outer == 1
+            and local
+            and op.outs[0].dtype.is_floating_point
+        ):
             return Option((shard, *replicated), (Partial(),))
         return None
 
@@ -161,7 +177,9 @@ class GetitemRule(Rule):
             return Local(operator.getitem, (Slot(0), tuple(items)))
         position = entry.value % op.ins[0].shape[placed.dim]
         owner = [o <= position < o + s for o, s in zip(placed.offsets, placed.sizes, strict=True)]
-        inside = tuple(position - o if own else 0 for o, own in zip(placed.offsets, owner, strict=True))
+        inside = tuple(
+            position - o if own else 0 for o, own in zip(placed.offsets, owner, strict=True)
+        )
         items[entry.position] = PerRank(inside)
         return Local(pick, (Slot(0), tuple(items), PerRank(tuple(int(own) for own in owner))))
 
@@ -172,7 +190,9 @@ def pick(x: torch.Tensor, index: tuple[Any, ...], owned: int) -> torch.Tensor:
         return x[index]
     at = next(k for k, item in enumerate(index) if isinstance(item, int))
     dim = sum(item is not None for item in index[:at])
-    zeros = x.narrow(dim, 0, 0).sum(dim, keepdim=True)  # also where this rank holds no position at all
+    zeros = x.narrow(dim, 0, 0).sum(
+        dim, keepdim=True
+    )  # also where this rank holds no position at all
     return zeros[index]
 
 
@@ -206,7 +226,9 @@ def narrow_as_getitem(op: Op) -> Op:
         start, length = argument(op, 2, "start"), argument(op, 3, "length")
         item = slice(start, start + length)
     index = (*(slice(None) for _ in range(dim)), item)
-    return Op(operator.getitem, "getitem", (Slot(0), index), {}, op.ins, op.outs, op.axis_size, op.single)
+    return Op(
+        operator.getitem, "getitem", (Slot(0), index), {}, op.ins, op.outs, op.axis_size, op.single
+    )
 
 
 class NarrowRule(GetitemRule):

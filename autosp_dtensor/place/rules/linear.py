@@ -18,7 +18,9 @@ def linear_factors(op: Op) -> Factors:
     bias = (("n",),) if len(op.ins) > 2 else ()
     out = (*lead, "n") if len(weight) == 2 else lead
     sums = frozenset() if bias else frozenset({"k"})
-    return Factors(((*lead, "k"), weight, *bias), (out,), frozenset((*lead, "n")) | sums, sums, (*lead, "n"))
+    return Factors(
+        ((*lead, "k"), weight, *bias), (out,), frozenset((*lead, "n")) | sums, sums, (*lead, "n")
+    )
 
 
 def matmul_factors(op: Op) -> Factors:
@@ -47,11 +49,13 @@ def einsum_factors(op: Op) -> Factors:
     terms = left.split(",")
     if not arrow:
         letters = sorted(set(left) - set(",."))
-        right = ("..." if "..." in left else "") + "".join(
-            x for x in letters if left.count(x) == 1
-        )
+        right = ("..." if "..." in left else "") + "".join(x for x in letters if left.count(x) == 1)
     dots = max(
-        (len(m.shape) - len(t.replace("...", "")) for t, m in zip(terms, op.ins, strict=True) if "..." in t),
+        (
+            len(m.shape) - len(t.replace("...", ""))
+            for t, m in zip(terms, op.ins, strict=True)
+            if "..." in t
+        ),
         default=0,
     )
 
@@ -75,7 +79,9 @@ def einsum_factors(op: Op) -> Factors:
 def embedding_factors(op: Op) -> Factors:
     """ids [...], table [v, d] -> [..., d]. Local on the dims of ids, and on d."""
     lead = _numbered("i", len(op.ins[0].shape))
-    return Factors((lead, ("v", "d")), ((*lead, "d"),), frozenset((*lead, "d")), prefer=(*lead, "d"))
+    return Factors(
+        (lead, ("v", "d")), ((*lead, "d"),), frozenset((*lead, "d")), prefer=(*lead, "d")
+    )
 
 
 def convolution_factors(op: Op) -> Factors:

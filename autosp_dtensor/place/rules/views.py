@@ -86,7 +86,11 @@ def _permuted(op: Op, names: tuple[str, ...]) -> tuple[str, ...]:
     elif op.name in ("t", "T", "H"):
         order.reverse()
     elif op.name in ("permute",):
-        dims = op.args[1:] if len(op.args) > 1 and isinstance(op.args[1], int) else argument(op, 1, "dims")
+        dims = (
+            op.args[1:]
+            if len(op.args) > 1 and isinstance(op.args[1], int)
+            else argument(op, 1, "dims")
+        )
         order = [dim % rank for dim in dims]
     else:  # movedim, moveaxis
         sources, targets = argument(op, 1, "source"), argument(op, 2, "destination")
