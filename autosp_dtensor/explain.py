@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from ._torch import FakeTensorMode
-from .capture.trace import Opaque
+from .capture.targets import Opaque
 from .errors import UsageError
 from .graph import describe, facts, short_name
 from .lower import Collective, Drawn, Region, bound, local_meta

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from .._torch import FakeTensorMode
 from ..graph import Facts, Origin, set_facts
 from ..tree import unflatten
+from .bypass import patched
 from .call import Call, read_call, refuse_opaque, state_key
-from .ghost import MISSING, Ghost, changed_attributes, make_ghost
+from .ghost import Ghost, changed_attributes, make_ghost
 from .template import Template
-from .trace import ModuleCall, Recorder, meta_of
+from .trace import Recorder, meta_of
+from .watch import ModuleCall, watch_modules
 
 __all__ = ["Call", "Captured", "capture", "read_call", "refuse_opaque", "state_key"]
 
@@ -41,8 +41,6 @@ class Captured:
     guards: list[tuple[str, str, Any]]
     consts: dict[str, torch.Tensor]
     fake_mode: FakeTensorMode
-    saw_checkpoint: bool
-    nodes_of: Callable[[torch.Tensor], Node | None]
 
 
 def capture(call: Call) -> Captured:
@@ -69,9 +67,9 @@ def capture(call: Call) -> Captured:
     args, kwargs = unflatten(call.spec, leaves)
     run = call.target
     if ghost is not None:
-        recorder.watch_modules()
+        watch_modules(recorder, ghost)
         run = ghost.module
-    with fake_mode, recorder.patched(), recorder.aten, recorder:
+    with fake_mode, patched(recorder), recorder.aten, recorder:
         result = run(*args, **kwargs)
     return _finish(recorder, ghost, result, fake_mode)
 
@@ -119,13 +117,7 @@ def _finish(recorder: Recorder, ghost: Ghost | None, result: Any, mode: FakeTens
         guards,
         recorder.consts,
         mode,
-        recorder.saw_checkpoint,
-        functools.partial(_node_of, recorder),
     )
-
-
-def _node_of(recorder: Recorder, tensor: torch.Tensor) -> Node | None:
-    return recorder.node_of.get(id(tensor))
 
 
 def _place(tensors: list[torch.Tensor], recorder: Recorder, key: int) -> int:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
-from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from .._torch import (
-    NON_REENTRANT,
-    CheckpointFunction,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -27,61 +20,42 @@ from .._torch import (
     TorchDispatchMode,
     TorchFunctionMode,
     UnsupportedOperatorException,
-    fsdp_policy,
-    hook_counts,
     no_torch_function,
 )
 from ..errors import CaptureError
 from ..graph import Facts, Meta, Origin, Scope, set_facts, short_name
-from ..tree import flatten, unflatten
+from .aliasing import Memory
 from .ghost import Ghost
-from .tap import tapped
+from .targets import (
+    INPLACE_ARGUMENT,
+    Opaque,
+    OutOfPlace,
+    UnderAutocast,
+    draws,
+    is_inplace,
+    plain_target,
+)
+from .watch import ModuleCall
 
-__all__ = ["ModuleCall", "Opaque", "OutOfPlace", "Recorder", "active_recorder", "meta_of"]
+__all__ = ["Recorder", "meta_of"]
 
-_ACTIVE: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("recorder", default=None)
-
-
-def active_recorder() -> Recorder | None:
-    """The recorder of the trace that is going on, if any."""
-    return _ACTIVE.get()
+_REFUSED = {
+    "register_hook": "a hook on an intermediate value runs in Python at every backward",
+    "retain_grad": "the gradient of an intermediate value is not kept by a traced program",
+    "backward": "backward inside forward is not part of a traced program",
+    "set_": "it replaces the memory of a tensor",
+}
 
 
 def meta_of(tensor: torch.Tensor) -> Meta:
     return Meta(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-@dataclass
-class ModuleCall:
-    """One call of a module while tracing: its arguments and result, with fakes for tensors."""
-
-    scope: Scope
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any = None
-    checkpointed: bool = False
-
-
-class OutOfPlace:
-    """An in-place call recorded as one that returns a new tensor: `x.mul_(y)` as `x = mul(x, y)`.
-
-    The caller's later reads of x get the new node, so order and aliasing need no care further on.
-    """
-
-    def __init__(self, func: Callable[..., Any]) -> None:
-        self.func = func
-        self.__name__ = short_name(func).rstrip("_")
-
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        x = x.clone()
-        self.func(x, *args, **kwargs)
-        return x
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OutOfPlace) and other.func == self.func
-
-    def __hash__(self) -> int:
-        return hash((OutOfPlace, self.func))
+def _autocast_state(kind: str) -> tuple[bool, Any]:
+    """(enabled, dtype) for a device type; the dtype counts only where enabled."""
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return (False, None)
+    return (True, torch.get_autocast_dtype(kind))
 
 
 class _AtenLog(TorchDispatchMode):
@@ -95,36 +69,6 @@ class _AtenLog(TorchDispatchMode):
         if func.namespace != "prim":
             self.ops.append(func)
         return func(*args, **(kwargs or {}))
-
-
-@dataclass
-class _Version:
-    """Who last wrote to a piece of memory, and when."""
-
-    count: int = 0
-    writer: int = 0
-
-
-_INPLACE_OPERATORS = {
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-    "__ifloordiv__",
-    "__ipow__",
-    "__iand__",
-    "__ior__",
-    "__ixor__",
-    "__setitem__",
-    "__imod__",
-}
-_REFUSED = {
-    "register_hook": "a hook on an intermediate value runs in Python at every backward",
-    "retain_grad": "the gradient of an intermediate value is not kept by a traced program",
-    "backward": "backward inside forward is not part of a traced program",
-    "set_": "it replaces the memory of a tensor",
-}
-_DISJOINT = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit"}
 
 
 class Recorder(TorchFunctionMode):
@@ -146,12 +90,10 @@ class Recorder(TorchFunctionMode):
         self.consts: dict[str, torch.Tensor] = {}
         self.origin_of: dict[int, Origin] = dict(ghost.origins) if ghost else {}
         self.aten = _AtenLog()
-        self._versions: dict[int, _Version] = {}
-        self._read_version: dict[int, int] = {}
-        self._siblings: dict[int, int] = {}
-        self._checkpoint_depth = 0
-        self.saw_checkpoint = False
-        self._opaque_depth = 0
+        self.memory = Memory()
+        self._checkpoints = 0
+        self._detached_nodes: dict[Node, Node] = {}
+        self._ambient = {kind: _autocast_state(kind) for kind in ("cpu", "cuda")}
 
     # -- values -------------------------------------------------------------------------------
 
@@ -165,10 +107,7 @@ class Recorder(TorchFunctionMode):
     def _remember(self, tensor: torch.Tensor, node: Node) -> None:
         self.node_of[id(tensor)] = node
         self.alive.append(tensor)
-        self._read_version[id(tensor)] = self._version(tensor).count
-
-    def _version(self, tensor: torch.Tensor) -> _Version:
-        return self._versions.setdefault(_memory(tensor), _Version())
+        self.memory.made(tensor)
 
     def node_for(self, tensor: torch.Tensor) -> Node:
         """The node that computes `tensor`; parameters, buffers and constants get theirs on first use."""
@@ -197,18 +136,13 @@ class Recorder(TorchFunctionMode):
         return node
 
     def _check_alias(self, tensor: torch.Tensor) -> None:
-        version = self._version(tensor)
-        if version.count == self._read_version[id(tensor)] or version.writer == id(tensor):
-            return
-        family = self._siblings.get(id(tensor))
-        if family is not None and family == self._siblings.get(version.writer):
-            return
-        raise CaptureError(
-            "a tensor is read after its memory was changed through another view.",
-            where=self.where(),
-            why="the traced program has no views of one memory: shards do not alias",
-            fix="use the out-of-place form of the operation that writes (x = x + 1 for x.add_(1))",
-        )
+        if self.memory.is_stale(tensor):
+            raise CaptureError(
+                "a tensor is read after its memory was changed through another view.",
+                where=self.where(),
+                why="the traced program has no views of one memory: shards do not alias",
+                fix="use the out-of-place form of the operation that writes (x = x + 1, not x.add_(1))",
+            )
 
     def as_fake(self, value: Any) -> Any:
         """Tensors from outside the trace (globals, closures) become constants."""
@@ -240,7 +174,7 @@ class Recorder(TorchFunctionMode):
                 fix="move it out of forward, or exclude this module from the traced model",
             )
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)  # type: ignore[misc]
-        if kwargs.get("inplace") is True and name in _INPLACE_ARGUMENT:
+        if kwargs.get("inplace") is True and name in INPLACE_ARGUMENT:
             kwargs = {**kwargs, "inplace": False}
         start = len(self.aten.ops)
         try:
@@ -278,7 +212,6 @@ class Recorder(TorchFunctionMode):
         ops: tuple[Any, ...] = (),
     ) -> None:
         name = getattr(func, "__name__", "")
-        inplace = name in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
         if kwargs.get("out") is not None:
             raise CaptureError(
                 f"{short_name(func)} writes to out=.",
@@ -286,7 +219,7 @@ class Recorder(TorchFunctionMode):
                 why="the traced program has no views of one memory",
                 fix="assign the result instead",
             )
-        if inplace and args and isinstance(args[0], torch.Tensor):
+        if is_inplace(func) and args and isinstance(args[0], torch.Tensor):
             self._record_inplace(func, args, kwargs, ops)
             return
         outs = [t for t in _leaves(result) if isinstance(t, torch.Tensor)]
@@ -305,7 +238,6 @@ class Recorder(TorchFunctionMode):
                 why="only tensors and tuples of tensors can be placed",
                 fix="register a rule for the function around it: autosp.register_rule(fn, ...)",
             )
-        family = len(self.alive) if name in _DISJOINT else None
         for index, element in enumerate(result):
             if not isinstance(element, torch.Tensor):
                 continue
@@ -315,8 +247,7 @@ class Recorder(TorchFunctionMode):
                 Facts((meta_of(element),), scope=tuple(self.scopes), source=self.where()),
             )
             self._remember(element, item)
-            if family is not None:
-                self._siblings[id(element)] = family
+        self.memory.made_disjoint(name, outs)
 
     def _record_inplace(self, func, args, kwargs, ops) -> None:
         target = args[0]
@@ -340,10 +271,7 @@ class Recorder(TorchFunctionMode):
             )
         node = self._call(OutOfPlace(func), args, kwargs, [target], ops, single=True)
         self.node_of[id(target)] = node
-        version = self._version(target)
-        version.count += 1
-        version.writer = id(target)
-        self._read_version[id(target)] = version.count
+        self.memory.written(target)
         if origin is not None:
             self.mutations[origin] = id(target)
 
@@ -353,7 +281,7 @@ class Recorder(TorchFunctionMode):
         )  # type: ignore[misc]
         if not torch.is_grad_enabled():
             node_args, node_kwargs = map_aggregate((node_args, node_kwargs), self._detached)  # type: ignore[misc]
-        func = _plain_target(func)
+        func = self._under_autocast(plain_target(func), outs)
         node = self.graph.call_function(func, node_args, node_kwargs)
         set_facts(
             node,
@@ -363,7 +291,7 @@ class Recorder(TorchFunctionMode):
                 source=self.where(),
                 aten=ops,
                 single=single,
-                random=_draws(func, args, kwargs, ops),
+                random=draws(func, args, kwargs, ops),
             ),
         )
         return node
@@ -375,8 +303,7 @@ class Recorder(TorchFunctionMode):
         known: Facts = value.meta["autosp"]
         if not known.single or not known.meta.requires_grad:
             return value
-        key = ("detached", value)
-        node = self._cache.get(key)
+        node = self._detached_nodes.get(value)
         if node is None:
             node = self.graph.call_function(torch.Tensor.detach, (value,))
             meta = Meta(known.meta.shape, known.meta.dtype, known.meta.device, False)
@@ -389,119 +316,41 @@ class Recorder(TorchFunctionMode):
                     aten=(torch.ops.aten.detach.default,),
                 ),
             )
-            self._cache[key] = node
+            self._detached_nodes[value] = node
         return node
 
-    @property
-    def _cache(self) -> dict[Any, Node]:
-        return self.__dict__.setdefault("_detached_nodes", {})
+    def _under_autocast(self, func: Any, outs: list[torch.Tensor]) -> Any:
+        """Calls made under another autocast state than the program will run in carry theirs along."""
+        kind = outs[0].device.type if outs else "cpu"
+        state = _autocast_state(kind)
+        if state == self._ambient.get(kind, state):
+            return func
+        return UnderAutocast(func, kind, state)
 
-    # -- modules ------------------------------------------------------------------------------
+    # -- modules and checkpoints --------------------------------------------------------------
 
-    def watch_modules(self) -> None:
-        """Note which module call each node stands in; do FSDP2's casts, so that the dtypes in the trace are right."""
-        assert self.ghost is not None
-        live = dict(self.ghost.live.named_modules())
-        for module in self.ghost.module.modules():
-            path = self.ghost.paths.get(id(module))
-            if path is None:
-                continue
-            before, after, backward = hook_counts(live[path])
-            if backward and path:
-                raise CaptureError(
-                    "a module has a backward hook.",
-                    where=path,
-                    why="its gradients arrive in a traced program, not at the module's own call",
-                    fix="use tensor hooks on parameters, or remove the hook",
-                )
-            policy = fsdp_policy(live[path])
-            module.register_forward_pre_hook(
-                self._enter(path, policy, bool(before)), with_kwargs=True
-            )
-            module.register_forward_hook(self._leave(policy, bool(after)), always_call=True)
+    def enter(self, path: str) -> None:
+        """A module's call begins."""
+        inside = any(self.calls[scope.call].checkpointed for scope in self.scopes)
+        scope = Scope(path, len(self.calls))
+        self.scopes.append(scope)
+        self.calls.append(ModuleCall(scope, self._checkpoints > 0 and not inside))
 
-    def _enter(self, path: str, policy: Any, hooked: bool) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if hooked and path:  # the root's own hooks run around the program
-                args, kwargs = tapped(path, "before", (args, kwargs), None, self._record_tap)
-            if policy is not None and policy.param_dtype and policy.cast_forward_inputs and path:
-                args, kwargs = _cast((args, kwargs), policy.param_dtype)
-            scope = Scope(path, len(self.calls))
-            self.scopes.append(scope)
-            self.calls.append(
-                ModuleCall(scope, args, kwargs, checkpointed=self._outermost_checkpointed())
-            )
-            return args, kwargs
-
-        return hook
-
-    def _leave(self, policy: Any, hooked: bool) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if not self.scopes:
-                return output
-            scope = self.scopes.pop()
-            call = self.calls[scope.call]
-            if policy is not None and policy.output_dtype and scope.path:
-                output = _cast(output, policy.output_dtype)
-            if hooked and scope.path:
-                output = tapped(
-                    scope.path, "after", (call.args, call.kwargs), output, self._record_tap
-                )
-            return output
-
-        return hook
-
-    def _outermost_checkpointed(self) -> bool:
-        """Whether the call that starts now is the first module under a checkpoint."""
-        around = any(self.calls[scope.call].checkpointed for scope in self.scopes[:-1])
-        return self._checkpoint_depth > 0 and not around
-
-    def _record_tap(self, tap: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return self.opaque(tap, tap, tuple(tensors), {}, name=tap.__name__)
-
-    # -- what bypasses __torch_function__ -----------------------------------------------------
+    def leave(self) -> str:
+        """The innermost module's call ends; gives its path."""
+        return self.scopes.pop().path
 
     @contextlib.contextmanager
-    def patched(self) -> Iterator[None]:
-        """While tracing: autograd.Function.apply is one opaque node, checkpoint runs its function plainly."""
-        apply = torch.autograd.Function.__dict__.get("apply")
-        non_reentrant = getattr(torch.utils.checkpoint, NON_REENTRANT)
-        recorder = self
-
-        def recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if cls is CheckpointFunction:
-                return recorder._run_checkpointed(args[0], args[2:])
-            original = apply.__func__  # type: ignore[union-attr]
-            run = functools.partial(original, cls)
-            return recorder.opaque(cls.apply, run, args, kwargs, name=cls.__name__)
-
-        def recorded_non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
-            recorder.saw_checkpoint = True
-            recorder._checkpoint_depth += 1
+    def checkpointed(self) -> Iterator[None]:
+        """Module calls inside are recomputed in backward."""
+        self._checkpoints += 1
+        try:
             yield
-            recorder._checkpoint_depth -= 1
-
-        torch.autograd.Function.apply = classmethod(recorded_apply)  # type: ignore[method-assign, assignment]
-        setattr(torch.utils.checkpoint, NON_REENTRANT, recorded_non_reentrant)
-        token = _ACTIVE.set(self)
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                yield
         finally:
-            _ACTIVE.reset(token)
-            if apply is None:
-                del torch.autograd.Function.apply
-            else:
-                torch.autograd.Function.apply = apply  # type: ignore[method-assign, assignment]
-            setattr(torch.utils.checkpoint, NON_REENTRANT, non_reentrant)
+            self._checkpoints -= 1
 
-    def _run_checkpointed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        self.saw_checkpoint = True
-        self._checkpoint_depth += 1
-        try:
-            return function(*args)
-        finally:
-            self._checkpoint_depth -= 1
+    def record_tap(self, tap: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return self.opaque(tap, tap, tuple(tensors), {}, name=tap.__name__)
 
     def opaque(self, target, run, args, kwargs, name: str):
         """Run something that is not to be looked into, and record it as one node."""
@@ -528,23 +377,6 @@ class Recorder(TorchFunctionMode):
         return path
 
 
-class Opaque:
-    """A function recorded as one node without being looked into."""
-
-    def __init__(self, target: Callable[..., Any], name: str) -> None:
-        self.target = target
-        self.__name__ = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.target(*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Opaque) and other.target == self.target
-
-    def __hash__(self) -> int:
-        return hash((Opaque, self.target))
-
-
 _HIDDEN = (
     "/torch/",
     "autosp_dtensor/",
@@ -554,24 +386,6 @@ _HIDDEN = (
     "<string>",
     "<@beartype",
 )
-_INPLACE_ARGUMENT = {
-    "relu", "silu", "dropout", "gelu", "elu", "celu", "selu", "leaky_relu", "hardtanh", "relu6", "hardswish",
-    "hardsigmoid", "mish", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "threshold", "rrelu",
-}  # fmt: skip
-
-
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ops: tuple[Any, ...]) -> bool:
-    """Whether a call draws random numbers. ATen tags attention as random whatever its dropout is."""
-    if short_name(func) == "scaled_dot_product_attention":
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    return any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
 
 
 def tensor_owner(tensor: torch.Tensor, origins: dict[int, Origin]) -> Origin | None:
@@ -586,42 +400,3 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(element)
     else:
         yield value
-
-
-def _plain_target(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Property getters (`x.mT`) are method-wrappers; the named functions behind them are what rules know."""
-    if getattr(func, "__name__", "") != "__get__":
-        return func
-    name = short_name(func)
-    return _PROPERTIES.get(name, func)
-
-
-def _transpose_last(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(-2, -1)
-
-
-def _reverse_dims(x: torch.Tensor) -> torch.Tensor:
-    return x.permute(*range(x.dim() - 1, -1, -1))
-
-
-_transpose_last.__name__ = "mT"
-_reverse_dims.__name__ = "T"
-_PROPERTIES = {
-    "data": torch.Tensor.detach,
-    "mT": _transpose_last,
-    "T": _reverse_dims,
-    "real": torch.real,
-    "imag": torch.imag,
-}
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """What FSDP2's cast_forward_inputs does, as traced operations."""
-
-    def cast(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
-            return value.to(dtype)
-        return value
-
-    leaves, spec = flatten(tree)
-    return unflatten(spec, [cast(leaf) for leaf in leaves])

@@ -181,10 +181,8 @@ def _element_loss_mean(graph: Graph, node: Node, name: str) -> None:
         reduction = torch.nn._reduction.legacy_get_string(
             given.get("size_average"), given.get("reduce")
         )
-    if (
-        reduction == "none"
-        or (given.get("weight") is not None
-        and name in ("mse_loss", "l1_loss", "huber_loss"))
+    if reduction == "none" or (
+        given.get("weight") is not None and name in ("mse_loss", "l1_loss", "huber_loss")
     ):
         return
     known = facts(node)

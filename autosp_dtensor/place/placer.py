@@ -8,7 +8,6 @@ or a redistribute node. Nothing is redistributed out of sight.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,14 +15,15 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from ..errors import PlacementError
-from ..graph import Facts, Scope, describe, facts, set_facts, short_name
+from ..graph import Facts, Scope, facts, set_facts, short_name
 from ..placement import Partial, Placement, Replicate, Shard, chunk_sizes
 from .cost import sent_bytes
+from .refuse import Refusals
 from .rule import Op, Option, Rule, Slot
+from .seeds import seed_inputs
 from .table import find_rule
 
-__all__ = ["Placer", "redistribute", "seed_inputs"]
+__all__ = ["Placer", "redistribute"]
 
 REPLICATE = Replicate()
 
@@ -65,8 +65,7 @@ class Placer:
         self.tuples: dict[Node, tuple[Node, Option, tuple[Shard | None, ...]]] = {}
         self.homes = seed_inputs(graph, inputs, axis_size, seq_dim)
         self.lengths = {shard.block for shard in self.homes.values()}
-        self.refused: list[str] = []
-        self.first_refused: PlacementError | None = None
+        self.refusals = Refusals(axis_size)
 
     def run(self) -> Graph:
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -90,8 +89,7 @@ class Placer:
                 self._place_element(node)
             else:
                 self._place_call(node)
-        if self.first_refused is not None:
-            raise self._all_refusals()
+        self.refusals.raise_if_any()
         self.result.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         self.result.lint()
         return self.result
@@ -225,7 +223,8 @@ class Placer:
         all_whole = all(isinstance(v.placement, Replicate) for v in values)
         if rule is None:
             if not all_whole and self.n > 1:
-                self._refuse(node, op, values)
+                placed = [(v.facts.meta, v.placement) for v in values]
+                self.refusals.add(op.target, op.name, facts(node).source, placed)
             return whole
         unmoved = rule.as_is(op, [v.placement for v in values])
         if unmoved is not None:
@@ -401,37 +400,6 @@ class Placer:
 
     _current: Facts | None = None
 
-    # -- refusing -------------------------------------------------------------------------------
-
-    def _refuse(self, node: Node, op: Op, values: list[Value]) -> None:
-        known = facts(node)
-        have = [
-            f"{_argument_name(k)} {describe(v.facts.meta, v.placement)}"
-            for k, v in enumerate(values)
-        ]
-        error = PlacementError(
-            f"{_full_name(op.target)} has no rule for a value split over mesh axis 'sp' (size {self.n}).",
-            where=f"{known.source}, {op.name}",
-            have=have,
-            why="each rank holds a part of the sequence, and it is not known whether the operation reads across parts",
-            fix=f'register one: autosp.register_rule({_full_name(op.target)}, "{_example_spec(values)}"), '
-            "with [] around dims that it reads whole",
-        )
-        self.refused.append(f"{op.name} at {known.source}")
-        self.first_refused = self.first_refused or error
-
-    def _all_refusals(self) -> PlacementError:
-        first = self.first_refused
-        assert first is not None
-        others = sorted(set(self.refused[1:]) - {self.refused[0]})
-        if not others:
-            return first
-        more = [f"also  {text}" for text in others[:10]]
-        have = [first.have] if isinstance(first.have, str) else list(first.have or ())
-        return PlacementError(
-            first.what, where=first.where, have=[*have, *more], why=first.why, fix=first.fix
-        )
-
 
 _NO_RULE = Rule()
 
@@ -444,52 +412,3 @@ def _last_source(node: Node) -> Node:
     while last.next.op == "placeholder":
         last = last.next
     return last
-
-
-def _argument_name(index: int) -> str:
-    return f"arg {index}"
-
-
-def _full_name(target: Callable[..., Any]) -> str:
-    inner = getattr(target, "target", getattr(target, "func", target))
-    owner = getattr(inner, "__self__", None)
-    if getattr(inner, "__name__", "") == "apply" and isinstance(owner, type):
-        return owner.__name__
-    module = getattr(inner, "__module__", None) or "torch"
-    name = getattr(inner, "__name__", str(inner))
-    return f"{module}.{name}" if module.startswith("torch") else name
-
-
-def _example_spec(values: list[Value]) -> str:
-    return (
-        ", ".join(" ".join("abcdefghij"[: len(v.facts.meta.shape)]) or "()" for v in values)
-        + " -> ..."
-    )
-
-
-def seed_inputs(
-    graph: Graph, inputs: list[Placement | None], axis_size: int, seq_dim: int
-) -> dict[Node, Shard]:
-    """Which dim of which input is the sequence.
-
-    The length is that of the first integer input with more dims than `seq_dim`, else of the first float one. An integer
-    with that length there, or a float with it and a dim after it, is a sequence. This decides where values are cut,
-    never what is computed: a wrong guess costs an exchange.
-    """
-    nodes = [node for node in graph.nodes if node.op == "placeholder"]
-    wide = [n for n in nodes if len(facts(n).meta.shape) > seq_dim]
-    integers = [n for n in wide if not facts(n).meta.dtype.is_floating_point]
-    floats = [
-        n
-        for n in wide
-        if facts(n).meta.dtype.is_floating_point and len(facts(n).meta.shape) > seq_dim + 1
-    ]
-    first = (integers or floats)[:1]
-    if not first:
-        return {}
-    length = facts(first[0]).meta.shape[seq_dim]
-    return {
-        n: Shard(seq_dim, chunk_sizes(length, axis_size))
-        for n in (*integers, *floats)
-        if facts(n).meta.shape[seq_dim] == length
-    }

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..capture.trace import active_recorder
+from ..capture.bypass import active_recorder
 from ..errors import UsageError
 from .rule import FactorRule, Factors, Op
 from .table import USER_RULES

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..capture.tap import Tap
-from ..capture.trace import Opaque, OutOfPlace
+from ..capture.targets import Opaque, OutOfPlace, UnderAutocast
 from ..graph import Facts
 from .rule import Rule
 from .rules import along, attention, index, linear, loss, pointwise, views
@@ -29,7 +29,7 @@ _TAP = TapRule()
 
 def find_rule(target: Callable[..., Any], name: str, known: Facts) -> Rule | None:
     """None: no rule. Names count for torch's own functions only, never for a user's function of the same name."""
-    key = target.target if isinstance(target, Opaque) else target
+    key = target.func if isinstance(target, (Opaque, UnderAutocast)) else target
     if isinstance(key, Tap):
         return _TAP
     key = getattr(key, "__self__", key) if getattr(key, "__name__", "") == "apply" else key
@@ -46,7 +46,7 @@ def find_rule(target: Callable[..., Any], name: str, known: Facts) -> Rule | Non
 
 
 def _is_torch(target: Callable[..., Any]) -> bool:
-    if isinstance(target, OutOfPlace):
+    if isinstance(target, (OutOfPlace, UnderAutocast)):
         target = target.func
     module = getattr(target, "__module__", None) or "torch"
     return module.split(".")[0] in ("torch", "autosp_dtensor", "_operator") and not hasattr(

@@ -18,7 +18,7 @@ from ..errors import MeshError, PlacementError
 from ..graph import facts
 from ..lower import Collective, cut_regions, lower
 from ..place import place
-from ..place.placer import seed_inputs
+from ..place.seeds import seed_inputs
 from .program import Program
 
 __all__ = ["Options", "build", "sequence_length"]

@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from ..capture.tap import Tap
-from ..capture.trace import Opaque
+from ..capture.targets import Opaque
 from ..graph import facts
 from ..lower import Collective, Drawn, Region, bound
 from ..lower import collectives as wire
@@ -106,13 +106,13 @@ class _Writer:
         kwargs = [f"{k}={self._text(v, names)}" for k, v in bound(node.kwargs, rank).items()]
         if isinstance(target, Collective):
             return self._collective(target, args)
-        if isinstance(target, Opaque) and isinstance(target.target, Tap):
+        if isinstance(target, Opaque) and isinstance(target.func, Tap):
             assert self.link.tap is not None
             shown = [facts(n) for n in node.args]  # type: ignore[arg-type]
             hooks = self.link.tap(
-                target.target, tuple(f.placement for f in shown), tuple(f.meta for f in shown)
+                target.func, tuple(f.placement for f in shown), tuple(f.meta for f in shown)
             )
-            return f"{self._constant(hooks, key=target.target)}({', '.join(args)})"
+            return f"{self._constant(hooks, key=target.func)}({', '.join(args)})"
         if isinstance(target, Drawn):
             self.draws += 1
             key = (target, rank if target.sharded else None, self.draws)

@@ -91,7 +91,7 @@ def test_python_that_depends_on_a_value_is_refused_by_the_line(how: str) -> None
 def test_item_is_refused_with_this_text() -> None:
     _, text, _ = run_on_ranks(reads_a_value, "item", n=2)[0]
     assert re.sub(r"\.py:\d+", ".py:LINE", text) == (
-        "forward reads the value of a tensor: item().\n"
+        "Python reads the value of a tensor: item().\n"
         "  node  test_refusals.py:LINE\n"
         "  why   the program is traced once, without data, and must be the same on every rank\n"
         "  fix   use torch.where or a mask of fixed shape instead, or pass the value to forward as "
@@ -114,7 +114,7 @@ def test_operation_without_a_rule_is_refused_with_op_line_shapes_and_how_to_regi
         "  have  arg 0 f32[2, 16@sp, 32]\n"
         "  why   each rank holds a part of the sequence, and it is not known whether the operation "
         "reads across parts\n"
-        '  fix   register one: autosp.register_rule(torch.histc, "[a b c] -> ..."), with [] around '
+        '  fix   register one: autosp.register_rule(torch.histc, "a b c -> ..."), with [] around '
         "dims that it reads whole"
     )
 
@@ -363,7 +363,7 @@ def test_other_device_is_refused(where: str) -> None:
     assert answers == [answers[0]] * 2
     name, text = answers[0]
     assert name in ("MeshError", "CaptureError"), text
-    assert "meta" in text and "cpu" in text, text
+    assert "meta" in text and "\n  fix   " in text, text
 
 
 class Writes(ModelT):

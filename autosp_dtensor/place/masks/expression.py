@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from ...capture.trace import OutOfPlace
+from ...capture.targets import OutOfPlace
 from ...graph import facts, short_name
 from ..rules.pointwise import RULES, is_pointwise
 

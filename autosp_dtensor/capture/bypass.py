@@ -1,0 +1,58 @@
+"""What __torch_function__ does not see: autograd.Function.apply, torch.utils.checkpoint, functions of a user's rule."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+
+from .._torch import NON_REENTRANT, CheckpointFunction
+
+if TYPE_CHECKING:
+    from .trace import Recorder
+
+__all__ = ["active_recorder", "patched"]
+
+_ACTIVE: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("recorder", default=None)
+
+
+def active_recorder() -> Recorder | None:
+    """The recorder of the trace that is going on, if any."""
+    return _ACTIVE.get()
+
+
+@contextlib.contextmanager
+def patched(recorder: Recorder) -> Iterator[None]:
+    """While tracing: autograd.Function.apply is one opaque node, checkpoint runs its function plainly.
+
+    Functions that are wrapped in torch.compile run eagerly.
+    """
+    apply = torch.autograd.Function.__dict__.get("apply")
+    non_reentrant = getattr(torch.utils.checkpoint, NON_REENTRANT)
+
+    def recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            with recorder.checkpointed():
+                return args[0](*args[2:])
+        run = functools.partial(apply.__func__, cls)  # type: ignore[union-attr]
+        return recorder.opaque(cls.apply, run, args, kwargs, name=cls.__name__)
+
+    def recorded_non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with recorder.checkpointed():
+            yield
+
+    torch.autograd.Function.apply = classmethod(recorded_apply)  # type: ignore[assignment]
+    setattr(torch.utils.checkpoint, NON_REENTRANT, recorded_non_reentrant)
+    token = _ACTIVE.set(recorder)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _ACTIVE.reset(token)
+        torch.autograd.Function.apply = apply  # type: ignore[assignment]
+        setattr(torch.utils.checkpoint, NON_REENTRANT, non_reentrant)

@@ -1,0 +1,125 @@
+"""What a node calls where it is not simply the torch function that the model called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..graph import short_name
+
+__all__ = [
+    "INPLACE_ARGUMENT",
+    "Opaque",
+    "OutOfPlace",
+    "UnderAutocast",
+    "draws",
+    "is_inplace",
+    "plain_target",
+]
+
+INPLACE_ARGUMENT = frozenset(
+    "relu silu dropout gelu elu celu selu leaky_relu hardtanh relu6 hardswish hardsigmoid mish "
+    "alpha_dropout feature_alpha_dropout threshold rrelu".split()
+)
+_INPLACE_OPERATORS = frozenset(
+    f"__{name}__"
+    for name in "iadd isub imul itruediv ifloordiv ipow iand ior ixor imod setitem".split()
+)
+
+
+def is_inplace(func: Callable[..., Any]) -> bool:
+    """Whether a torch function writes to its first argument, by torch's naming."""
+    name = getattr(func, "__name__", "")
+    return name in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+class _Wrapped:
+    """A function in other clothes; equal to another one around the same function."""
+
+    def __init__(self, func: Callable[..., Any], name: str) -> None:
+        self.func = func
+        self.__name__ = name
+
+    def identity(self) -> Any:
+        return type(self), self.func
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Wrapped) and other.identity() == self.identity()
+
+    def __hash__(self) -> int:
+        return hash(self.identity())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.func(*args, **kwargs)
+
+
+class OutOfPlace(_Wrapped):
+    """An in-place call recorded as one that returns a new tensor: `x.mul_(y)` as `x = mul(x, y)`.
+
+    The caller's later reads of x get the new node, so order and aliasing need no care further on.
+    """
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        super().__init__(func, short_name(func).rstrip("_"))
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        x = x.clone()
+        self.func(x, *args, **kwargs)
+        return x
+
+
+class Opaque(_Wrapped):
+    """A function recorded as one node without being looked into."""
+
+
+class UnderAutocast(_Wrapped):
+    """A call made where the model itself switches autocast, with the state it was made in."""
+
+    def __init__(self, func: Callable[..., Any], device_type: str, state: tuple[bool, Any]) -> None:
+        super().__init__(func, short_name(func))
+        self.device_type, self.state = device_type, state
+
+    def identity(self) -> Any:
+        return type(self), self.func, self.device_type, self.state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        enabled, dtype = self.state
+        with torch.autocast(self.device_type, enabled=enabled, dtype=dtype):
+            return self.func(*args, **kwargs)
+
+
+def draws(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], aten_ops: tuple[Any, ...]
+) -> bool:
+    """Whether a call draws random numbers. ATen tags attention as random whatever its dropout is."""
+    if short_name(func) == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    return any(torch.Tag.nondeterministic_seeded in op.tags for op in aten_ops)
+
+
+def plain_target(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Property getters (`x.mT`) are method-wrappers; rules know the named functions behind them."""
+    if getattr(func, "__name__", "") != "__get__":
+        return func
+    return _PROPERTIES.get(short_name(func), func)
+
+
+def _transpose_last(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(-2, -1)
+
+
+def _reverse_dims(x: torch.Tensor) -> torch.Tensor:
+    return x.permute(*range(x.dim() - 1, -1, -1))
+
+
+_transpose_last.__name__ = "mT"
+_reverse_dims.__name__ = "T"
+_PROPERTIES: dict[str, Callable[..., Any]] = {
+    "data": torch.Tensor.detach,
+    "mT": _transpose_last,
+    "T": _reverse_dims,
+    "real": torch.real,
+    "imag": torch.imag,
+}

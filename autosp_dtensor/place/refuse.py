@@ -1,0 +1,72 @@
+"""What a user is told of an operation that has no rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import PlacementError
+from ..graph import Meta, describe
+from ..placement import Placement
+
+__all__ = ["Refusals"]
+
+
+class Refusals:
+    """Collects operations without a rule, so that one error names them all."""
+
+    def __init__(self, axis_size: int) -> None:
+        self.axis_size = axis_size
+        self.first: PlacementError | None = None
+        self.places: list[str] = []
+
+    def add(
+        self,
+        target: Callable[..., Any],
+        name: str,
+        source: str,
+        tensors: Sequence[tuple[Meta, Placement]],
+    ) -> None:
+        full = _full_name(target)
+        error = PlacementError(
+            f"{full} has no rule for a value split over mesh axis 'sp' (size {self.axis_size}).",
+            where=f"{source}, {name}",
+            have=[f"arg {k} {describe(*each)}" for k, each in enumerate(tensors)],
+            why="each rank holds a part of the sequence, and it is not known whether the operation "
+            "reads across parts",
+            fix=f'register one: autosp.register_rule({full}, "{_example(tensors)}"), '
+            "with [] around dims that it reads whole",
+        )
+        self.places.append(f"{name} at {source}")
+        self.first = self.first or error
+
+    def raise_if_any(self) -> None:
+        """Raise the first refusal, with the places of all others."""
+        if self.first is None:
+            return
+        first = self.first
+        others = sorted(set(self.places[1:]) - {self.places[0]})
+        have = [first.have] if isinstance(first.have, str) else list(first.have or ())
+        more = [f"also  {text}" for text in others[:10]]
+        raise PlacementError(
+            first.what, where=first.where, have=[*have, *more], why=first.why, fix=first.fix
+        )
+
+
+def _full_name(target: Callable[..., Any]) -> str:
+    inner: Any = getattr(target, "func", target)
+    owner = getattr(inner, "__self__", None)
+    if getattr(inner, "__name__", "") == "apply" and isinstance(owner, type):
+        return owner.__name__
+    if isinstance(getattr(torch.Tensor, getattr(inner, "__name__", ""), None), type(inner)):
+        return f"torch.Tensor.{inner.__name__}"
+    module = getattr(inner, "__module__", None) or "torch"
+    name = getattr(inner, "__name__", str(inner))
+    return f"{module}.{name}" if module.startswith("torch") else name
+
+
+def _example(tensors: Sequence[tuple[Meta, Placement]]) -> str:
+    terms = [" ".join("abcdefghij"[: len(meta.shape)]) or "()" for meta, _ in tensors]
+    return ", ".join(terms) + " -> ..."
