@@ -13,13 +13,13 @@ from .._torch import FakeTensorMode
 from ..graph import Facts, Origin, set_facts
 from ..tree import unflatten
 from .bypass import patched
-from .call import Call, read_call, refuse_opaque, state_key
+from .call import Call, read_call, refuse_opaque, state_key, state_text
 from .ghost import Ghost, changed_attributes, make_ghost
 from .template import Template
 from .trace import Recorder, meta_of
 from .watch import ModuleCall, watch_modules
 
-__all__ = ["Call", "Captured", "capture", "read_call", "refuse_opaque", "state_key"]
+__all__ = ["Call", "Captured", "capture", "read_call", "refuse_opaque", "state_key", "state_text"]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from ..placement import Placement
 from ..tree import Spec, flatten
 from .template import is_plain
 
-__all__ = ["Call", "read_call", "state_key"]
+__all__ = ["Call", "read_call", "refuse_opaque", "state_key", "state_text"]
 
 
 @dataclass
@@ -45,9 +46,8 @@ class Call:
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
                 placed = next(tensors)
-                text = describe(
-                    Meta(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad), placed
-                )
+                text = describe(_meta(leaf), placed)
+                text += f" on {leaf.device.type}" if leaf.device.type != "cpu" else ""
                 parts.append(text + (" requires_grad" if leaf.requires_grad else ""))
             elif is_plain(leaf):
                 parts.append(repr(leaf))
@@ -86,13 +86,17 @@ def read_call(
     return call
 
 
+def _meta(tensor: torch.Tensor) -> Meta:
+    return Meta(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
 def _labels(spec: Spec, parts: Iterator[str]) -> list[str]:
     """`name=value` for keywords, values alone for positional arguments; nested structure in brackets."""
 
     def text(node: Spec) -> str:
         if node[0] == "leaf":
             return next(parts)
-        kind, detail, children = node
+        kind, _, children = node
         inner = ", ".join(text(child) for child in children)
         return f"{getattr(kind, '__name__', kind)}({inner})"
 
@@ -127,6 +131,18 @@ def state_key(model: nn.Module) -> tuple[Any, ...]:
                         (name, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
                     )
     return tuple(parts)
+
+
+def state_text(state: tuple[Any, ...]) -> str:
+    """The state key as a short text without addresses: modes and counts, and a digest of the rest."""
+    modules = [part for part in state if isinstance(part[0], int)]
+    tensors = [part for part in state if isinstance(part[0], str)]
+    training = sum(part[1] for part in modules)
+    trained = sum(part[4] for part in tensors)
+    rest = [(part[1], part[2].__qualname__, str(part[3]), part[4]) for part in modules]
+    digest = zlib.crc32(repr((rest, tensors)).encode())
+    mode = "train mode" if training == len(modules) else "eval mode" if not training else "mixed modes"
+    return f"{mode}, {trained} of {len(tensors)} parameters and buffers trained, state {digest:08x}"
 
 
 def refuse_opaque(call: Call) -> None:

@@ -39,6 +39,7 @@ from .watch import ModuleCall
 
 __all__ = ["Recorder", "meta_of"]
 
+_READS = {"numpy", "__array__", "data_ptr"}  # tensors without data have none of these
 _REFUSED = {
     "register_hook": "a hook on an intermediate value runs in Python at every backward",
     "retain_grad": "the gradient of an intermediate value is not kept by a traced program",
@@ -177,6 +178,8 @@ class Recorder(TorchFunctionMode):
         if kwargs.get("inplace") is True and name in INPLACE_ARGUMENT:
             kwargs = {**kwargs, "inplace": False}
         start = len(self.aten.ops)
+        if name in _READS:
+            raise self.value_read(func)
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -193,7 +196,7 @@ class Recorder(TorchFunctionMode):
         self.record(func, args, kwargs, result, ops)
         return result
 
-    def value_read(self, func: Any, error: Exception) -> CaptureError:
+    def value_read(self, func: Any, error: Exception | None = None) -> CaptureError:
         dynamic = isinstance(error, DynamicOutputShapeException)
         what = "a shape depends on" if dynamic else "Python reads"
         return CaptureError(

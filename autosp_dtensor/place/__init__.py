@@ -11,7 +11,13 @@ from .placer import Placer, redistribute
 __all__ = ["place", "redistribute"]
 
 
-def place(graph: Graph, axis_size: int, inputs: list[Placement | None], seq_dim: int) -> Graph:
+def place(
+    graph: Graph,
+    axis_size: int,
+    inputs: list[Placement | None],
+    seq_dim: int,
+    whole_results: frozenset[int] = frozenset(),
+) -> Graph:
     """Place every node of a captured graph.
 
     Args:
@@ -19,8 +25,9 @@ def place(graph: Graph, axis_size: int, inputs: list[Placement | None], seq_dim:
         axis_size: ranks on the sp axis.
         inputs: placement of each input tensor that comes sharded (a DTensor), None for a whole one.
         seq_dim: the sequence dim of the inputs.
+        whole_results: results that every rank needs whole (buffers that forward writes).
 
     Raises:
         PlacementError: an operation on sharded values has no rule; all such operations are listed.
     """
-    return Placer(canonicalize(graph, axis_size), axis_size, inputs, seq_dim).run()
+    return Placer(canonicalize(graph, axis_size), axis_size, inputs, seq_dim, whole_results).run()

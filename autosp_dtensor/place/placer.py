@@ -54,12 +54,18 @@ class Placer:
     """Places one captured graph. `result` is the placed graph; node facts hold placements, rule and option."""
 
     def __init__(
-        self, graph: Graph, axis_size: int, inputs: list[Placement | None], seq_dim: int
+        self,
+        graph: Graph,
+        axis_size: int,
+        inputs: list[Placement | None],
+        seq_dim: int,
+        whole_results: frozenset[int] = frozenset(),
     ) -> None:
         self.graph = graph
         self.n = axis_size
         self.inputs = inputs
         self.seq_dim = seq_dim
+        self.whole_results = whole_results
         self.result = Graph()
         self.values: dict[Node, Value] = {}
         self.tuples: dict[Node, tuple[Node, Option, tuple[Shard | None, ...]]] = {}
@@ -129,8 +135,9 @@ class Placer:
 
     def _place_output(self, node: Node) -> None:
         results = []
-        for each in node.args[0]:  # type: ignore[union-attr]
-            results.append(self.want(each, self._output_placement(each)))
+        for index, each in enumerate(node.args[0]):  # type: ignore[arg-type]
+            whole = index in self.whole_results
+            results.append(self.want(each, REPLICATE if whole else self._output_placement(each)))
         placed = self.result.output(tuple(results))
         set_facts(placed, facts(node).having(placements=tuple(facts(r).placement for r in results)))
 
@@ -241,7 +248,8 @@ class Placer:
         options = [option for option in options if option is not None]
         costs = [self._cost(option, values, op) for option in options]
         if not options or min(costs) > 0:
-            for option in rule.fresh(op):
+            sharded = any(isinstance(v.placement, Shard) for v in values)
+            for option in rule.fresh(op) if sharded else ():  # a sum is owed whole, not in parts
                 options.append(option)
                 costs.append(self._cost(option, values, op))
             options.append(whole)
@@ -323,8 +331,7 @@ class Placer:
                 made = self._redo(value, option)
         if made is None:
             made = self._redistribute(value, placement)
-        if value.source.op != "get_attr":  # a parameter's slice is taken where it is used
-            value.versions[placement] = made
+        value.versions[placement] = made
         return made
 
     def _can_redo(self, value: Value) -> bool:
@@ -386,19 +393,10 @@ class Placer:
             bytes=int(sent_bytes(value.facts.meta, source, target, self.n)),
         )
         new = replace(new, outs=(value.facts.meta,), single=True)
-        if held.op == "get_attr":
+        with self.result.inserting_after(_last_source(held)):
             made = self.result.call_function(redistribute, (held, source, target))
-            new = new.having(scope=self._scope_now())
-        else:
-            with self.result.inserting_after(_last_source(held)):
-                made = self.result.call_function(redistribute, (held, source, target))
         set_facts(made, new.having(origin=None))
         return made
-
-    def _scope_now(self) -> tuple[Scope, ...]:
-        return self._current.scope if self._current is not None else ()
-
-    _current: Facts | None = None
 
 
 _NO_RULE = Rule()

@@ -36,20 +36,21 @@ class Agreement:
         all_gather_single(out, mine.unsqueeze(0), group=self.group)
         return out.tolist()
 
-    def on_call(self, description: str) -> None:
+    def on_call(self, description: str, state: str) -> None:
         """Check that all ranks make the same call; one exchange of 8 bytes.
 
         Args:
-            description: all that the program of the call depends on, as text.
+            description: the call's tensors and arguments, as text.
+            state: all else that its program depends on: modules, parameters, modes.
 
         Raises:
             RankMismatchError: on every rank, when any differs.
         """
         if self.size == 1:
             return
-        rows = self._gather([_digest(description)])
+        rows = self._gather([_digest(f"{description}; {state}")])
         if any(row != rows[0] for row in rows):
-            self._tell(rows, description, "shapes, dtypes or arguments")
+            self._tell(rows, f"{description}; {state}", "shapes, dtypes, arguments or modes")
 
     def seed(self, proposed: int) -> int:
         """The first rank's random seed, on all ranks."""

@@ -21,7 +21,7 @@ from ..place import place
 from ..place.seeds import seed_inputs
 from .program import Program
 
-__all__ = ["Options", "build", "sequence_length"]
+__all__ = ["Options", "build", "check_devices", "sequence_length"]
 
 log = logging.getLogger("autosp_dtensor")
 
@@ -38,10 +38,10 @@ def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
     """capture -> place -> lower -> regions -> run."""
     started = time.perf_counter()
     live = call.target if isinstance(call.target, nn.Module) else None
-    _check_devices(call, live, mesh)
     captured = capture(call)
     _check_length(captured, call, mesh.size(), options)
-    placed = place(captured.graph, mesh.size(), list(call.placements), options.seq_dim)
+    written = frozenset(index for origin, index in captured.writes if origin.kind == "buffer")
+    placed = place(captured.graph, mesh.size(), list(call.placements), options.seq_dim, written)
     flat = lower(placed, mesh.size(), captured.fake_mode)
     checkpointed = {call.scope.path for call in captured.calls if call.checkpointed}
     root = cut_regions(flat, region_paths(live, checkpointed))
@@ -88,7 +88,7 @@ def _check_length(captured: Captured, call: Call, axis_size: int, options: Optio
         )
 
 
-def _check_devices(call: Call, live: nn.Module | None, mesh: DeviceMesh) -> None:
+def check_devices(call: Call, live: nn.Module | None, mesh: DeviceMesh) -> None:
     kinds: dict[str, str] = {}
     for name, parameter in live.named_parameters() if live is not None else ():
         kinds.setdefault(parameter.device.type, f"parameter {name}")

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..capture import Call, read_call, state_key
+from ..capture import Call, read_call, state_key, state_text
 from .agree import Agreement
 from .border import placement_on
-from .build import Options, build, sequence_length
+from .build import Options, build, check_devices, sequence_length
 from .program import Program
 
 __all__ = ["Forward"]
@@ -43,6 +43,7 @@ class Forward:
         self.agreement = Agreement(mesh)
         self.programs: dict[Any, list[Program]] = defaultdict(list)
         self.last: Program | None = None
+        self._texts: dict[tuple[Any, ...], str] = {}
         self.original_attribute = (
             target.__dict__.get("forward") if isinstance(target, nn.Module) else None
         )
@@ -61,11 +62,12 @@ class Forward:
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = read_call(self.target, args, kwargs, functools.partial(placement_on, self.mesh))
+        state = state_key(self.target) if isinstance(self.target, nn.Module) else ()
         if self.options.check_ranks:
-            self.agreement.on_call(call.describe())
+            self.agreement.on_call(call.describe(), self._state_text(state))
         if self._runs_unsharded(call):
             return self.original()(*args, **kwargs)
-        program = self.program(call)
+        program = self.program(call, state)
         seed = 0
         if program.random:
             seed = self.agreement.seed(int(torch.randint(2**62, (), dtype=torch.int64)))
@@ -79,13 +81,19 @@ class Forward:
         length = sequence_length(call, self.options)
         return call.opaque is not None or length is None or length < self.mesh.size()
 
-    def program(self, call: Call) -> Program:
+    def _state_text(self, state: tuple[Any, ...]) -> str:
+        """The module's state as text that is equal on ranks that agree; made once for each state."""
+        if state not in self._texts:
+            self._texts[state] = state_text(state)
+        return self._texts[state]
+
+    def program(self, call: Call, state: tuple[Any, ...]) -> Program:
         """The program of a call: from the cache, or built now."""
-        state = state_key(self.target) if isinstance(self.target, nn.Module) else ()
         key = (call.key, state)
         for program in self.programs[key]:
             if program.valid():
                 return program
+        check_devices(call, self.target if isinstance(self.target, nn.Module) else None, self.mesh)
         whole = [t for t, p in zip(call.tensors, call.placements, strict=True) if p is None]
         if self.options.check_ranks:
             self.agreement.on_data(whole, call.describe())
