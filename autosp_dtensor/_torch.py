@@ -77,7 +77,9 @@ def user_hooks(module: nn.Module, store: str) -> list[tuple[Any, bool]]:
 
 
 def fsdp_hooks_alone(module: nn.Module) -> dict[str, Any]:
-    """The hook dicts of a module without the user's hooks; empty where it has none of the user's."""
+    """The hook dicts of a module without the user's hooks; empty where it has none of the
+    user's.
+    """
     if not any(hook_counts(module)):
         return {}
     kept = {}

@@ -33,22 +33,27 @@ def parallelize(
 ) -> T:
     """Split the sequence over one mesh axis. Loss, outputs and gradients stay those of one device.
 
-    The module's code goes on seeing whole sequences; programs are traced at the first call with new shapes and cached.
-    Every rank of an sp group passes the same whole batch. Results that are replicated are plain tensors; those split
-    over sp are DTensors on `mesh[sp_axis]`.
+    The module's code goes on seeing whole sequences; programs are traced at the first call with new
+    shapes and cached. Every rank of an sp group passes the same whole batch. Results that are
+    replicated are plain tensors; those split over sp are DTensors on `mesh[sp_axis]`.
 
     Args:
-        model: an nn.Module (changed in place: same object, parameters, names, state_dict), or a callable such as a loss
-            function of (logits, labels), for which a new callable is returned.
+        model: an nn.Module (changed in place: same object, parameters, names, state_dict), or a
+            callable such as a loss function of (logits, labels), for which a new callable is
+            returned.
         mesh: any DeviceMesh with an axis `sp_axis`.
         sp_axis: the axis that sequences are split over.
-        dp_axis: the data axis, which `sync_gradients` averages over as well; other axes are left alone.
+        dp_axis: the data axis, which `sync_gradients` averages over as well; other axes are left
+            alone.
         seq_dim: the sequence dim of the inputs: 1 for [B, S], 0 for [S, B].
-        check_ranks: compare every call over the sp group (8 bytes), and the data at a program's first call.
+        check_ranks: compare every call over the sp group (8 bytes), and the data at a program's
+            first call.
 
     Raises:
-        MeshError: the mesh has no axis `sp_axis`, or the model is parallelized already, on another mesh.
-        CaptureError, PlacementError, RankMismatchError: at a call, on all ranks, before its first collective.
+        MeshError: the mesh has no axis `sp_axis`, or the model is parallelized already, on another
+            mesh.
+        CaptureError, PlacementError, RankMismatchError: at a call, on all ranks, before its first
+            collective.
 
     Source: AutoSP (ICLR 2026); all-to-all attention after DeepSpeed-Ulysses, arXiv:2309.14509.
     """
@@ -87,7 +92,8 @@ def forward_of(model: Any) -> Forward | None:
 
 
 def explain(model: Any) -> str:
-    """The program of the latest call as text: operations, placements, collectives with bytes, what is kept; totals.
+    """The program of the latest call as text: operations, placements, collectives with bytes, what
+    is kept; totals.
 
     Raises:
         UsageError: `model` is not parallelized, or has not been called.
@@ -96,13 +102,16 @@ def explain(model: Any) -> str:
 
 
 def verify(model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any) -> Report:
-    """Run this call split and on one device, and compare loss, outputs and every parameter's gradient.
+    """Run this call split and on one device, and compare loss, outputs and every parameter's
+    gradient.
 
-    Every rank makes the whole model and the whole call once: use a short sequence, before a long run. Gradients and
-    buffers are put back. Dropout must be off (model.eval(), or p=0): its masks differ by design.
+    Every rank makes the whole model and the whole call once: use a short sequence, before a long
+    run. Gradients and buffers are put back. Dropout must be off (model.eval(), or p=0): its masks
+    differ by design.
 
     Args:
-        tolerance: largest relative error that counts as equal; by default 64 times the dtype's epsilon.
+        tolerance: largest relative error that counts as equal; by default 64 times the dtype's
+            epsilon.
 
     Returns:
         a Report: `print` it for the worst values, `.ok` for the verdict.
@@ -123,10 +132,11 @@ def _runner(model: Any, name: str) -> Forward:
 
 
 def sync_gradients(model: nn.Module) -> None:
-    """Average gradients over sp (and dp), for parameters under neither FSDP2 nor DDP; call it between backward and step.
+    """Average gradients over sp (and dp), for parameters under neither FSDP2 nor DDP; call it
+    between backward and step.
 
-    A parameter that got no gradient on this rank counts as zero where another rank has one. Parameters that FSDP2
-    manages are left alone: it averages them by itself.
+    A parameter that got no gradient on this rank counts as zero where another rank has one.
+    Parameters that FSDP2 manages are left alone: it averages them by itself.
 
     Raises:
         UsageError: the model is not parallelized, or FSDP2 manages all its parameters.

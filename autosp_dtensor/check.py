@@ -22,7 +22,9 @@ __all__ = ["Report", "verify_call"]
 
 @dataclass(frozen=True)
 class Row:
-    """One compared value: the largest difference over the largest magnitude of the one-device value."""
+    """One compared value: the largest difference over the largest magnitude of the one-device
+    value.
+    """
 
     name: str
     error: float
@@ -31,7 +33,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found. `print` shows the worst rows; `ok` is whether all are within `tolerance`."""
+    """What `verify` found. `print` shows the worst rows; `ok` is whether all are within
+    `tolerance`.
+    """
 
     rows: tuple[Row, ...]
     tolerance: float
@@ -139,7 +143,9 @@ def _one_device(model: nn.Module) -> nn.Module:
 
 
 def _backward(result: Any) -> torch.Tensor | None:
-    """Backward from the loss: the result's `loss`, else its first scalar, else a sum over all of it."""
+    """Backward from the loss: the result's `loss`, else its first scalar, else a sum over all of
+    it.
+    """
     tensors = [t for _, t in _tensors(result) if t.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return None

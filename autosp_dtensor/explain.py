@@ -23,10 +23,11 @@ __all__ = ["explain_program"]
 
 
 def explain_program(program: Program) -> str:
-    """One line per operation, equal regions once with a count, totals at the end. The same on every rank.
+    """One line per operation, equal regions once with a count, totals at the end. The same on every
+    rank.
 
-    Columns: operation (`>` marks communication); the global shape of its result, `@sp` marks the split dim; bytes that
-    one rank sends, or keeps for backward; the source line.
+    Columns: operation (`>` marks communication); the global shape of its result, `@sp` marks the
+    split dim; bytes that one rank sends, or keeps for backward; the source line.
     """
     n = program.mesh.size()
     lines = [f"sp={n}", ""]
@@ -150,7 +151,9 @@ def size_text(count: float) -> str:
 
 
 def _kept_bytes(region: Region) -> dict[Node, int]:
-    """Bytes of each node's result that autograd keeps, found by running the region on fake tensors of rank 0."""
+    """Bytes of each node's result that autograd keeps, found by running the region on fake tensors
+    of rank 0.
+    """
     mode = FakeTensorMode()
     owner: dict[int, Node] = {}
     kept: dict[int, int] = {}

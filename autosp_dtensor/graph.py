@@ -47,7 +47,8 @@ class Scope:
 class Origin:
     """Where a value that no op computes comes from.
 
-    kind: "input" (flat input number in `name`), "param", "buffer", "attr" (a plain tensor attribute), "const".
+    kind: "input" (flat input number in `name`), "param", "buffer", "attr" (a plain tensor
+    attribute), "const".
     """
 
     kind: str
@@ -110,7 +111,9 @@ _SHORT = {
 
 
 def describe(meta: Meta, placement: Placement | None = None) -> str:
-    """`f32[2, 8, 4096@sp, 64]`: global sizes, `@sp` marks the sharded dim, `partial(sp)` a sum still owed."""
+    """`f32[2, 8, 4096@sp, 64]`: global sizes, `@sp` marks the sharded dim, `partial(sp)` a sum
+    still owed.
+    """
     sizes = [str(size) for size in meta.shape]
     if isinstance(placement, Shard):
         sizes[placement.dim] += "@sp"
@@ -119,7 +122,9 @@ def describe(meta: Meta, placement: Placement | None = None) -> str:
 
 
 def short_name(target: Callable[..., Any] | str) -> str:
-    """`add` for `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_`: the name that rules are found by."""
+    """`add` for `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_`: the name that rules are
+    found by.
+    """
     name = getattr(target, "__name__", str(target))
     if name == "__get__":
         name = getattr(getattr(target, "__self__", None), "__name__", name)

@@ -1,8 +1,9 @@
 """Where one tensor lives on the sp axis: replicated, sharded, or a sum still owed.
 
-These are DTensor's three placements with one addition. A shard carries the sizes that each rank holds, so that
-lengths and heads need not divide, a slice of a sequence stays where it is, and `[B, S@sp]` flattened to
-`[B*S@sp]` is described exactly (DTensor calls that one `_StridedShard`, and only for even sizes).
+These are DTensor's three placements with one addition. A shard carries the sizes that each rank
+holds, so that lengths and heads need not divide, a slice of a sequence stays where it is, and `[B,
+S@sp]` flattened to `[B*S@sp]` is described exactly (DTensor calls that one `_StridedShard`, and
+only for even sizes).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ __all__ = ["Partial", "PerRank", "Placement", "Replicate", "Shard", "chunk_sizes
 
 @dataclass(frozen=True)
 class PerRank:
-    """An integer of the program that differs by rank; the graph holds all of them, so it is the same everywhere."""
+    """An integer of the program that differs by rank; the graph holds all of them, so it is the
+    same everywhere.
+    """
 
     values: tuple[int, ...]
 
@@ -43,8 +46,9 @@ class Partial:
 class Shard:
     """Rank r holds an interval of dim `dim`, in rank order.
 
-    The dim is `outer` blocks of `sum(sizes)` elements; rank r holds `sizes[r]` elements of each block. `outer` is 1
-    except for a flattened dim such as `[B*S@sp]`, where each of the B rows is cut.
+    The dim is `outer` blocks of `sum(sizes)` elements; rank r holds `sizes[r]` elements of each
+    block. `outer` is 1 except for a flattened dim such as `[B*S@sp]`, where each of the B rows is
+    cut.
     """
 
     dim: int

@@ -1,7 +1,7 @@
 """Nested arguments and results as a flat list of leaves and a hashable structure.
 
-Knows dict, list, tuple, named tuples and dataclasses (so transformers' ModelOutput and a user's own output class
-keep their type). Everything else is a leaf.
+Knows dict, list, tuple, named tuples and dataclasses (so transformers' ModelOutput and a user's own
+output class keep their type). Everything else is a leaf.
 """
 
 from __future__ import annotations

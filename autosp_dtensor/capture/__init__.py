@@ -26,11 +26,14 @@ __all__ = ["Call", "Captured", "capture", "read_call", "refuse_opaque", "state_k
 class Captured:
     """The whole-sequence program of one call.
 
-    graph: placeholders for the call's tensors, get_attr for parameters, buffers and constants, one call_function for
+    graph: placeholders for the call's tensors, get_attr for parameters, buffers and constants, one
+    call_function for
         each torch-level call; the output node holds `results`.
     template: how the results are put together. calls: the module calls, in order.
-    writes: attributes of modules that forward sets to new tensors (buffers included), with the index of the result.
-    guards: attributes that forward changes, with the value they had when traced: the program is valid for it alone.
+    writes: attributes of modules that forward sets to new tensors (buffers included), with the
+    index of the result.
+    guards: attributes that forward changes, with the value they had when traced: the program is
+    valid for it alone.
     """
 
     graph: Graph
@@ -47,7 +50,8 @@ def capture(call: Call) -> Captured:
     """Trace `call` without touching the live module, without data, without communication.
 
     Raises:
-        CaptureError: the Python of the model reads a tensor's value or does what a program cannot repeat.
+        CaptureError: the Python of the model reads a tensor's value or does what a program cannot
+            repeat.
     """
     refuse_opaque(call)
     fake_mode = FakeTensorMode()

@@ -1,4 +1,6 @@
-"""Which tensors share memory while tracing, so that a write through one view is not missed in another."""
+"""Which tensors share memory while tracing, so that a write through one view is not missed in
+another.
+"""
 
 from __future__ import annotations
 

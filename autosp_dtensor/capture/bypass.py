@@ -1,4 +1,6 @@
-"""What __torch_function__ does not see: autograd.Function.apply, torch.utils.checkpoint, functions of a user's rule."""
+"""What __torch_function__ does not see: autograd.Function.apply, torch.utils.checkpoint, functions
+of a user's rule.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def active_recorder() -> Recorder | None:
 
 @contextlib.contextmanager
 def patched(recorder: Recorder) -> Iterator[None]:
-    """While tracing: autograd.Function.apply is one opaque node, checkpoint runs its function plainly.
+    """While tracing: autograd.Function.apply is one opaque node, checkpoint runs its function
+    plainly.
 
     Functions that are wrapped in torch.compile run eagerly.
     """

@@ -1,4 +1,6 @@
-"""A call of the user's module or function: its tensors, and the key under which its program is kept."""
+"""A call of the user's module or function: its tensors, and the key under which its program is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ __all__ = ["Call", "read_call", "refuse_opaque", "state_key", "state_text"]
 class Call:
     """One call, flattened.
 
-    `tensors` are the tensor leaves in order, `constants` all other leaves, `key` what a traced program depends on,
-    `opaque` the first argument that is neither (a cache object), which no program can be traced with.
+    `tensors` are the tensor leaves in order, `constants` all other leaves, `key` what a traced
+    program depends on, `opaque` the first argument that is neither (a cache object), which no
+    program can be traced with.
     """
 
     target: nn.Module | Callable[..., Any]
@@ -65,7 +68,9 @@ def read_call(
     kwargs: dict[str, Any],
     placement_of: Callable[[DTensor], Placement],
 ) -> Call:
-    """Flatten the arguments and make the key: structure, tensor metas, Python values, grad mode, autocast."""
+    """Flatten the arguments and make the key: structure, tensor metas, Python values, grad mode,
+    autocast.
+    """
     leaves, spec = flatten((args, kwargs))
     call = Call(target, args, kwargs, spec, leaves)
     parts: list[Any] = []
@@ -91,7 +96,9 @@ def _meta(tensor: torch.Tensor) -> Meta:
 
 
 def _labels(spec: Spec, parts: Iterator[str]) -> list[str]:
-    """`name=value` for keywords, values alone for positional arguments; nested structure in brackets."""
+    """`name=value` for keywords, values alone for positional arguments; nested structure in
+    brackets.
+    """
 
     def text(node: Spec) -> str:
         if node[0] == "leaf":
@@ -115,9 +122,11 @@ def _autocast() -> tuple[Any, ...]:
 
 
 def state_key(model: nn.Module) -> tuple[Any, ...]:
-    """What a program depends on in the module itself: which modules there are, and their parameters' metas.
+    """What a program depends on in the module itself: which modules there are, and their
+    parameters' metas.
 
-    A module swapped in later (an adapter), FSDP2 applied later, a hook added, a parameter frozen: each gives a new key.
+    A module swapped in later (an adapter), FSDP2 applied later, a hook added, a parameter frozen:
+    each gives a new key.
     """
     parts: list[Any] = []
     for module in model.modules():
@@ -134,14 +143,18 @@ def state_key(model: nn.Module) -> tuple[Any, ...]:
 
 
 def state_text(state: tuple[Any, ...]) -> str:
-    """The state key as a short text without addresses: modes and counts, and a digest of the rest."""
+    """The state key as a short text without addresses: modes and counts, and a digest of the
+    rest.
+    """
     modules = [part for part in state if isinstance(part[0], int)]
     tensors = [part for part in state if isinstance(part[0], str)]
     training = sum(part[1] for part in modules)
     trained = sum(part[4] for part in tensors)
     rest = [(part[1], part[2].__qualname__, str(part[3]), part[4]) for part in modules]
     digest = zlib.crc32(repr((rest, tensors)).encode())
-    mode = "train mode" if training == len(modules) else "eval mode" if not training else "mixed modes"
+    mode = (
+        "train mode" if training == len(modules) else "eval mode" if not training else "mixed modes"
+    )
     return f"{mode}, {trained} of {len(tensors)} parameters and buffers trained, state {digest:08x}"
 
 

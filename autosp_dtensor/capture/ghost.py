@@ -1,4 +1,6 @@
-"""A copy of a module that owns no memory and has no hooks, to be run in place of the live one while tracing."""
+"""A copy of a module that owns no memory and has no hooks, to be run in place of the live one while
+tracing.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Ghost:
 def make_ghost(live: nn.Module, fake_mode: FakeTensorMode) -> Ghost:
     """Copy `live`: same classes and attributes; parameters, buffers and plain tensors become fakes.
 
-    A parameter that FSDP2 shards becomes a fake of its global shape, in the dtype it has inside forward.
+    A parameter that FSDP2 shards becomes a fake of its global shape, in the dtype it has inside
+    forward.
     """
     compute_dtypes = {(key, name): dtype for key, name, dtype in fsdp_param_dtypes(live)}
     memo: dict[int, Any] = {}

@@ -93,7 +93,9 @@ class UnderAutocast(_Wrapped):
 def draws(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], aten_ops: tuple[Any, ...]
 ) -> bool:
-    """Whether a call draws random numbers. ATen tags attention as random whatever its dropout is."""
+    """Whether a call draws random numbers. ATen tags attention as random whatever its dropout
+    is.
+    """
     if short_name(func) == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     return any(torch.Tag.nondeterministic_seeded in op.tags for op in aten_ops)

@@ -51,7 +51,8 @@ class _Collect(TorchFunctionMode):
 class Template:
     """Structure of a result. `tensors` are its distinct tensors; `fill` puts others in their place.
 
-    Objects that are no known container (a cache, a user's class) are copied with the tensors replaced.
+    Objects that are no known container (a cache, a user's class) are copied with the tensors
+    replaced.
     """
 
     def __init__(self, tree: Any) -> None:

@@ -24,7 +24,9 @@ __all__ = ["ModuleCall", "watch_modules"]
 
 @dataclass
 class ModuleCall:
-    """One call of a module; `checkpointed`: it is the outermost module under a torch.utils.checkpoint."""
+    """One call of a module; `checkpointed`: it is the outermost module under a
+    torch.utils.checkpoint.
+    """
 
     scope: Scope
     checkpointed: bool = False
@@ -33,8 +35,8 @@ class ModuleCall:
 def watch_modules(recorder: Recorder, ghost: Ghost) -> None:
     """Put hooks on the ghost's modules.
 
-    FSDP2 casts floating inputs and outputs when the live module is called; the ghost does the same as traced
-    operations, so that the dtypes in the trace are those that will run.
+    FSDP2 casts floating inputs and outputs when the live module is called; the ghost does the same
+    as traced operations, so that the dtypes in the trace are those that will run.
 
     Raises:
         CaptureError: a module inside the model has a backward hook.

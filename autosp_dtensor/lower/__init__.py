@@ -1,4 +1,6 @@
-"""Placed graph -> local torch calls, collectives and regions; the only code that inserts a collective."""
+"""Placed graph -> local torch calls, collectives and regions; the only code that inserts a
+collective.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Changes of placement as collectives that autograd can go through.
 
-One convention: the mean over sp of what ranks hold is the gradient of a replicated value; of a sharded or partial
-value, each rank holds n times its part. So all_reduce transposes to all_reduce, all_gather to reduce_scatter and
-all_to_all to all_to_all, with no factor (JAX's shard_map types the same rule).
+One convention: the mean over sp of what ranks hold is the gradient of a replicated value; of a
+sharded or partial value, each rank holds n times its part. So all_reduce transposes to all_reduce,
+all_gather to reduce_scatter and all_to_all to all_to_all, with no factor (JAX's shard_map types the
+same rule).
 """
 
 from __future__ import annotations
@@ -165,7 +166,9 @@ def _exchange_uneven(group: Any, rank: int, pieces: Sequence[_Piece]) -> tuple[t
 
 
 def relayout(group: Any, rank: int, source: Shard, target: Shard, x: torch.Tensor) -> torch.Tensor:
-    """Move the borders between ranks along one dim (other sizes, other `outer`): one all-to-all of the rows that move."""
+    """Move the borders between ranks along one dim (other sizes, other `outer`): one all-to-all of
+    the rows that move.
+    """
     return _Relayout.apply(group, rank, source, target, x)
 
 
@@ -340,7 +343,9 @@ class _ScaleGrad(torch.autograd.Function):
 
 
 def mean_grad(group: Any, n: int, x: torch.Tensor) -> torch.Tensor:
-    """The same value; its gradient becomes the mean over sp: what a caller who asked for it expects."""
+    """The same value; its gradient becomes the mean over sp: what a caller who asked for it
+    expects.
+    """
     return _MeanGrad.apply(group, n, x)
 
 

@@ -1,4 +1,6 @@
-"""A placed graph -> a flat graph of local torch calls and collectives. Rank-free: sizes that differ are PerRank."""
+"""A placed graph -> a flat graph of local torch calls and collectives. Rank-free: sizes that differ
+are PerRank.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ __all__ = ["Collective", "Drawn", "flatten_exchanges", "localize"]
 class Collective:
     """A change of placement still to be bound to a group and a rank.
 
-    kind: "all_to_all" (args: one tensor per move), "relayout", "all_gather", "reduce_scatter", "all_reduce", "slice",
-    "scale_grad", "mean_grad".
+    kind: "all_to_all" (args: one tensor per move), "relayout", "all_gather", "reduce_scatter",
+    "all_reduce", "slice", "scale_grad", "mean_grad".
     """
 
     kind: str
@@ -58,10 +60,12 @@ class Drawn:
 
 
 def localize(placed: Graph, axis_size: int) -> Graph:
-    """Every node becomes the same call on local tensors, every redistribute a collective or a slice.
+    """Every node becomes the same call on local tensors, every redistribute a collective or a
+    slice.
 
-    Sharded results multiply the gradient that comes in by n, whole float inputs that ask for a gradient get the mean
-    of all ranks' shares, so that gradients at the program's border are those of one device.
+    Sharded results multiply the gradient that comes in by n, whole float inputs that ask for a
+    gradient get the mean of all ranks' shares, so that gradients at the program's border are those
+    of one device.
     """
     lowered = Graph()
     made: dict[Node, Node] = {}
@@ -147,7 +151,9 @@ def _collective(source: Any, target: Any) -> Collective:
 
 
 def _border_gradients(graph: Graph, axis_size: int) -> None:
-    """Inputs that ask for a gradient: a whole one gets the mean over ranks, a DTensor's part its own n-th."""
+    """Inputs that ask for a gradient: a whole one gets the mean over ranks, a DTensor's part its
+    own n-th.
+    """
     if axis_size == 1:
         return
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -174,7 +180,9 @@ def _border_gradients(graph: Graph, axis_size: int) -> None:
 
 
 def flatten_exchanges(graph: Graph) -> Graph:
-    """Exchanges that feed one operation become one: q, k and v travel together. Values stay bit-equal."""
+    """Exchanges that feed one operation become one: q, k and v travel together. Values stay
+    bit-equal.
+    """
     for node in list(graph.nodes):
         if node.op != "call_function" or isinstance(node.target, Collective):
             continue

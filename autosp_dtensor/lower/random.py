@@ -1,4 +1,6 @@
-"""Random calls on shards: independent draws for different tokens, equal draws where a value is replicated."""
+"""Random calls on shards: independent draws for different tokens, equal draws where a value is
+replicated.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ __all__ = ["Seeded", "mix"]
 
 
 class Seeded:
-    """A random torch call with a seed of its own: from the region's seed, its number there and (if sharded) the rank.
+    """A random torch call with a seed of its own: from the region's seed, its number there and (if
+    sharded) the rank.
 
-    It draws the same numbers whenever it is run again with the same call seed, so recomputation replays them; the
-    user's own generators are left as they were.
+    It draws the same numbers whenever it is run again with the same call seed, so recomputation
+    replays them; the user's own generators are left as they were.
     """
 
     def __init__(self, target: Callable[..., Any], number: int, rank: int | None) -> None:
@@ -37,7 +40,9 @@ class Seeded:
 
 
 def mix(a: int, b: int) -> int:
-    """SplitMix64's finalizer over both numbers (Steele, Lea, Flood, 2014): close seeds give unrelated streams."""
+    """SplitMix64's finalizer over both numbers (Steele, Lea, Flood, 2014): close seeds give
+    unrelated streams.
+    """
     z = (a * 0x9E3779B97F4A7C15 + b + 0x9E3779B97F4A7C15) & (2**64 - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)

@@ -1,7 +1,8 @@
-"""Cut a flat program into regions: one for each call of a module that must really be called, or that is repeated.
+"""Cut a flat program into regions: one for each call of a module that must really be called, or
+that is repeated.
 
-A region is a graph of its own with the parameters first and then the values it takes; the program around it calls it
-like any function. Equal regions print the same and share one compiled function.
+A region is a graph of its own with the parameters first and then the values it takes; the program
+around it calls it like any function. Equal regions print the same and share one compiled function.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ __all__ = ["Region", "cut_regions"]
 
 @dataclass(eq=False)
 class Region:
-    """Part of the program. `graph`: placeholders for `states`, then for inputs; the output is always a tuple."""
+    """Part of the program. `graph`: placeholders for `states`, then for inputs; the output is
+    always a tuple.
+    """
 
     path: str
     scope: Scope | None

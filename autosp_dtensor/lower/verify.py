@@ -1,4 +1,6 @@
-"""Run the lowered program on fake local tensors of some ranks and hold every shape against its placement."""
+"""Run the lowered program on fake local tensors of some ranks and hold every shape against its
+placement.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ __all__ = ["verify_lowered"]
 
 
 def verify_lowered(graph: Graph, axis_size: int, mode: FakeTensorMode) -> None:
-    """A wrong rewrite of sizes cannot pass: each distinct call is run on the local shapes of the first and last rank.
+    """A wrong rewrite of sizes cannot pass: each distinct call is run on the local shapes of the
+    first and last rank.
 
     Raises:
-        AssertionError: the result of a local call has another shape or dtype than the placement says.
+        AssertionError: the result of a local call has another shape or dtype than the placement
+            says.
     """
     seen: set[Any] = set()
     with mode, torch.no_grad():

@@ -1,4 +1,6 @@
-"""Rewrites of whole-sequence calls into equal ones whose parts can be placed. Values change by rounding at most."""
+"""Rewrites of whole-sequence calls into equal ones whose parts can be placed. Values change by
+rounding at most.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ __all__ = ["canonicalize", "target_weight"]
 
 
 def canonicalize(graph: Graph, axis_size: int) -> Graph:
-    """Means over tokens become sums over a global count; masks that say no more than causal go; few key heads are repeated."""
+    """Means over tokens become sums over a global count; masks that say no more than causal go; few
+    key heads are repeated.
+    """
     patterns: dict[Node, Pattern | None] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -152,7 +156,9 @@ def _class_loss_mean(graph: Graph, node: Node, name: str) -> None:
 def target_weight(
     target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What cross entropy's mean divides by: the number of valid targets, or the sum of their class weights."""
+    """What cross entropy's mean divides by: the number of valid targets, or the sum of their class
+    weights.
+    """
     valid = target != ignore_index
     if weight is None:
         return valid.sum().to(dtype)
@@ -235,7 +241,9 @@ _SDPA_NAMES = (
 
 
 def _drop_plain_mask(node: Node, patterns: dict[Node, Pattern | None]) -> None:
-    """A mask proved to be causal, or to allow all, is said by the kernel's own argument; what built it is dead code."""
+    """A mask proved to be causal, or to allow all, is said by the kernel's own argument; what built
+    it is dead code.
+    """
     given = _bind(node, _SDPA_NAMES)
     mask = given.get("attn_mask")
     if not isinstance(mask, Node) or given.get("is_causal"):
@@ -251,7 +259,9 @@ def _drop_plain_mask(node: Node, patterns: dict[Node, Pattern | None]) -> None:
 
 
 def _repeat_key_heads(graph: Graph, node: Node, axis_size: int) -> None:
-    """enable_gqa with fewer key heads than ranks: repeat them, so that query heads decide the split."""
+    """enable_gqa with fewer key heads than ranks: repeat them, so that query heads decide the
+    split.
+    """
     given = _bind(node, _SDPA_NAMES)
     query, key = facts(given["query"]).meta, facts(given["key"]).meta
     if not given.get("enable_gqa") or len(query.shape) < 3:

@@ -1,4 +1,6 @@
-"""What a change of placement costs, in bytes that one rank sends; used to choose between legal options."""
+"""What a change of placement costs, in bytes that one rank sends; used to choose between legal
+options.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ __all__ = ["sent_bytes"]
 def sent_bytes(meta: Meta, source: Placement, target: Placement, axis_size: int) -> float:
     """Bytes that one rank sends. n ranks, b bytes of the whole value:
 
-    all-to-all b(n-1)/n^2; all-gather and reduce-scatter b(n-1)/n; all-reduce twice that; taking a slice nothing.
-    Source: Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005 (ring algorithms).
+    all-to-all b(n-1)/n^2; all-gather and reduce-scatter b(n-1)/n; all-reduce twice that; taking a
+    slice nothing.
+    Source: Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005 (ring
+    algorithms).
     """
     if source == target or axis_size == 1 or isinstance(source, Replicate):
         return 0.0

@@ -1,8 +1,9 @@
-"""Give every value a placement, by abstract interpretation of the whole-sequence graph, node by node.
+"""Give every value a placement, by abstract interpretation of the whole-sequence graph, node by
+node.
 
-Each value may exist in several placements at once; `want` makes the one asked for, by the cheapest way: what exists,
-the same cheap operation done again on other inputs (so rotary tables are computed for this rank's positions alone),
-or a redistribute node. Nothing is redistributed out of sight.
+Each value may exist in several placements at once; `want` makes the one asked for, by the cheapest
+way: what exists, the same cheap operation done again on other inputs (so rotary tables are computed
+for this rank's positions alone), or a redistribute node. Nothing is redistributed out of sight.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ REPLICATE = Replicate()
 
 
 def redistribute(x: torch.Tensor, source: Placement, target: Placement) -> torch.Tensor:
-    """Marks a change of placement in a placed graph; lowering turns it into a collective or a slice."""
+    """Marks a change of placement in a placed graph; lowering turns it into a collective or a
+    slice.
+    """
     raise AssertionError("a placed graph is not run; lower it first")
 
 
 @dataclass
 class Value:
-    """One captured value in the placed graph: the placement it was computed in, and further versions of it."""
+    """One captured value in the placed graph: the placement it was computed in, and further
+    versions of it.
+    """
 
     source: Node
     placement: Placement
@@ -51,7 +56,9 @@ class Value:
 
 
 class Placer:
-    """Places one captured graph. `result` is the placed graph; node facts hold placements, rule and option."""
+    """Places one captured graph. `result` is the placed graph; node facts hold placements, rule and
+    option.
+    """
 
     def __init__(
         self,
@@ -198,7 +205,9 @@ class Placer:
         self._keep(node, placed, option.outs[index], homes[index] if index < len(homes) else None)
 
     def _tensor_index(self, node: Node) -> int:
-        """Which of the call's tensors this element is (elements that are no tensors are not counted)."""
+        """Which of the call's tensors this element is (elements that are no tensors are not
+        counted).
+        """
         siblings = sorted({user.args[1] for user in node.args[0].users})  # type: ignore[union-attr, type-var]
         outs = facts(node.args[0]).outs  # type: ignore[arg-type]
         if len(siblings) == len(outs):
@@ -258,7 +267,9 @@ class Placer:
         return options[best]
 
     def _cut(self, op: Op, rule: Rule, values: list[Value]) -> Option | None:
-        """Where tokens become vectors: integers that come from the sequence go in, floats come out."""
+        """Where tokens become vectors: integers that come from the sequence go in, floats come
+        out.
+        """
         if not op.outs or not op.outs[0].dtype.is_floating_point:
             return None
         for i, value in enumerate(values):
@@ -335,7 +346,9 @@ class Placer:
         return made
 
     def _can_redo(self, value: Value) -> bool:
-        """Cheap, without gradient, computed whole: better computed again on a part of its inputs than sliced."""
+        """Cheap, without gradient, computed whole: better computed again on a part of its inputs
+        than sliced.
+        """
         return (
             value.op is not None
             and value.rule is not None

@@ -25,17 +25,18 @@ def register_rule(
 ) -> Callable[..., Any]:
     """Say on which dims an operation may be split.
 
-    The spec names the dims of each tensor argument and result, as einops does: `"b s [d], [d] -> b s [d]"`. Tensors
-    are split together on equal names. `[d]` is read whole: sp moves to another dim first, by an all-to-all. A name
-    without brackets that no result has is summed over, and its terms are added over ranks. `...` stands for any
-    leading dims, `()` for a scalar. Arguments that are no tensors are not named.
+    The spec names the dims of each tensor argument and result, as einops does: `"b s [d], [d] -> b
+    s [d]"`. Tensors are split together on equal names. `[d]` is read whole: sp moves to another dim
+    first, by an all-to-all. A name without brackets that no result has is summed over, and its
+    terms are added over ranks. `...` stands for any leading dims, `()` for a scalar. Arguments that
+    are no tensors are not named.
 
     Args:
-        target: a torch function, a custom op (`torch.ops.ns.name` or what `torch.library.custom_op` gives), a
-            subclass of torch.autograd.Function, or a Python function of tensors.
+        target: a torch function, a custom op (`torch.ops.ns.name` or what `torch.library.custom_op`
+            gives), a subclass of torch.autograd.Function, or a Python function of tensors.
         spec: the pattern.
-        fake: computes results of the right shape and dtype from tensors without data; needed where `target` cannot
-            run on them (a kernel that reads memory).
+        fake: computes results of the right shape and dtype from tensors without data; needed where
+            `target` cannot run on them (a kernel that reads memory).
 
     Returns:
         `target`; for a Python function a wrapper, which the model must call in its place.

@@ -1,8 +1,9 @@
 """What a placement rule is: pure, metadata in, placements out.
 
-Most operations are described by *factors*: a name for each dim of each tensor, as in einsum. Tensors that share a
-factor are sharded together on it. A factor on which the operation is not local (softmax's dim) may not be sharded,
-but is still known, so that it can be seen where the sequence dim went.
+Most operations are described by *factors*: a name for each dim of each tensor, as in einsum.
+Tensors that share a factor are sharded together on it. A factor on which the operation is not local
+(softmax's dim) may not be sharded, but is still known, so that it can be seen where the sequence
+dim went.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Op:
 
 @dataclass(frozen=True)
 class Option:
-    """One legal way to run an operation: where its tensors must be, and where its results are then."""
+    """One legal way to run an operation: where its tensors must be, and where its results are
+    then.
+    """
 
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
@@ -60,10 +63,14 @@ class Local:
 
 
 class Rule:
-    """Base of all rules. `i` counts tensor arguments, `shard` is a placement that one of them has or could have."""
+    """Base of all rules. `i` counts tensor arguments, `shard` is a placement that one of them has
+    or could have.
+    """
 
     def from_input(self, op: Op, i: int, shard: Shard, *, local: bool = True) -> Option | None:
-        """The option that takes input i as `shard`; with local=False, where its elements end up, legal or not."""
+        """The option that takes input i as `shard`; with local=False, where its elements end up,
+        legal or not.
+        """
         return None
 
     def from_output(self, op: Op, shard: Shard) -> Option | None:
@@ -93,10 +100,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Factors:
-    """`ins` and `outs` name each dim of each tensor; None: a dim that no other tensor shares and that stays whole.
+    """`ins` and `outs` name each dim of each tensor; None: a dim that no other tensor shares and
+    that stays whole.
 
-    local: factors on which the op may be sharded. sums: local factors that no output has; sharding them leaves a
-    partial sum. prefer: the factors to shard on when the input's own cannot be, in this order.
+    local: factors on which the op may be sharded. sums: local factors that no output has; sharding
+    them leaves a partial sum. prefer: the factors to shard on when the input's own cannot be, in
+    this order.
     """
 
     ins: tuple[tuple[str | None, ...], ...]

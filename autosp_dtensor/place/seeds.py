@@ -15,9 +15,10 @@ def seed_inputs(
 ) -> dict[Node, Shard]:
     """Which dim of which input is the sequence.
 
-    The length is that of the first integer input with more dims than `seq_dim`, else of the first float one. An integer
-    with that length there, or a float with it and a dim after it, is a sequence. This decides where values are cut,
-    never what is computed: a wrong guess costs an exchange.
+    The length is that of the first integer input with more dims than `seq_dim`, else of the first
+    float one. An integer with that length there, or a float with it and a dim after it, is a
+    sequence. This decides where values are cut, never what is computed: a wrong guess costs an
+    exchange.
     """
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     wide = [n for n in nodes if len(facts(n).meta.shape) > seq_dim]

@@ -28,7 +28,9 @@ _TAP = TapRule()
 
 
 def find_rule(target: Callable[..., Any], name: str, known: Facts) -> Rule | None:
-    """None: no rule. Names count for torch's own functions only, never for a user's function of the same name."""
+    """None: no rule. Names count for torch's own functions only, never for a user's function of the
+    same name.
+    """
     key = target.func if isinstance(target, (Opaque, UnderAutocast)) else target
     if isinstance(key, Tap):
         return _TAP

@@ -1,4 +1,6 @@
-"""Between the user's tensors and the program's: DTensors in and out, results put back into their structure."""
+"""Between the user's tensors and the program's: DTensors in and out, results put back into their
+structure.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def placement_on(mesh: DeviceMesh, tensor: DTensor) -> Placement:
     """The placement of an input that comes as a DTensor.
 
     Raises:
-        MeshError: it lives on another mesh than the sp axis, or in a placement a program cannot take.
+        MeshError: it lives on another mesh than the sp axis, or in a placement a program cannot
+            take.
     """
     if tensor.device_mesh != mesh or len(tensor.placements) != 1:
         raise MeshError(
@@ -50,7 +53,9 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, meta: Meta, placement: Shard) -> DTensor:
-    """A sharded result as the user sees it: a DTensor whose `full_tensor()` is the value of one device."""
+    """A sharded result as the user sees it: a DTensor whose `full_tensor()` is the value of one
+    device.
+    """
     stride, strides = 1, []
     for size in reversed(meta.shape):
         strides.append(stride)

@@ -52,7 +52,9 @@ def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
 
 
 def region_paths(live: nn.Module | None, checkpointed: set[str]) -> set[str]:
-    """Modules that become regions: those that FSDP2 manages, that are checkpointed, and the blocks of module lists."""
+    """Modules that become regions: those that FSDP2 manages, that are checkpointed, and the blocks
+    of module lists.
+    """
     if live is None:
         return set()
     paths: set[str] = set()
@@ -68,7 +70,9 @@ def region_paths(live: nn.Module | None, checkpointed: set[str]) -> set[str]:
 
 
 def sequence_length(call: Call, options: Options) -> int | None:
-    """Length of the sequence in a call, by the same rule that placing uses; None where no input has one."""
+    """Length of the sequence in a call, by the same rule that placing uses; None where no input has
+    one.
+    """
     wide = [t for t in call.tensors if t.dim() > options.seq_dim]
     integers = [t for t in wide if not t.is_floating_point()]
     floats = [t for t in wide if t.is_floating_point() and t.dim() > options.seq_dim + 1]

@@ -1,4 +1,6 @@
-"""Attention masks as expressions over positions: recognized by what they allow, never by who built them."""
+"""Attention masks as expressions over positions: recognized by what they allow, never by who built
+them.
+"""
 
 from .prove import Pattern, recognize
 

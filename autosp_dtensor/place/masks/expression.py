@@ -1,7 +1,8 @@
 """A mask [..., S, T] as an expression that can be evaluated, or bounded, on any rectangle of it.
 
-Masks are built from small tensors (positions, document ids, flags) by broadcasting and pointwise operations. Small
-tensors are computed once, on the CPU; what is as large as the mask itself is computed only rectangle by rectangle.
+Masks are built from small tensors (positions, document ids, flags) by broadcasting and pointwise
+operations. Small tensors are computed once, on the CPU; what is as large as the mask itself is
+computed only rectangle by rectangle.
 """
 
 from __future__ import annotations
@@ -140,7 +141,9 @@ class Expression:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _same_plane(self, node: Node) -> Node:
-        """The input of a call that changes nothing in the last two dims (and only sizes of 1 before them)."""
+        """The input of a call that changes nothing in the last two dims (and only sizes of 1 before
+        them).
+        """
         source = node.args[0]
         assert isinstance(source, Node)
         have, want = facts(source).meta.shape, facts(node).meta.shape

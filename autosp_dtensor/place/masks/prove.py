@@ -1,4 +1,6 @@
-"""Which pattern a mask is, proved on every element: whole rectangles by their bounds, borders element by element."""
+"""Which pattern a mask is, proved on every element: whole rectangles by their bounds, borders
+element by element.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from .expression import Expression, NotStatic, Rect
 __all__ = ["Pattern", "recognize"]
 
 _LEAF = 512
-# A float mask forbids by so much or more: exp(score + it) is then exactly 0 for any score below 5e8 (models write -inf,
-# the dtype's least value, or -1e9).
+# A float mask forbids by so much or more: exp(score + it) is then exactly 0 for any score below 5e8
+# (models write -inf, the dtype's least value, or -1e9).
 _MASKED_BELOW = -1e9
 
 
@@ -28,8 +30,9 @@ class Pattern(Enum):
 def recognize(mask: Node) -> Pattern | None:
     """FULL (every key allowed), CAUSAL (keys up to the query's own position), or None.
 
-    Bool masks allow where True; float masks where 0, and forbid by -inf or the dtype's least value. Work grows with
-    the length, not its square: a rectangle whose bounds decide it is not looked into.
+    Bool masks allow where True; float masks where 0, and forbid by -inf or the dtype's least value.
+    Work grows with the length, not its square: a rectangle whose bounds decide it is not looked
+    into.
     """
     meta = facts(mask).meta
     if len(meta.shape) < 2 or meta.requires_grad:

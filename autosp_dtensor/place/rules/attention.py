@@ -1,4 +1,6 @@
-"""Scaled dot product attention: every token reads every other, so sp leaves the sequence dim for the heads dim."""
+"""Scaled dot product attention: every token reads every other, so sp leaves the sequence dim for
+the heads dim.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ __all__ = ["RULES", "grouped_heads"]
 
 
 def attention_factors(op: Op) -> Factors:
-    """q [..., H, S, D], k [..., H, T, D], v [..., H, T, E], mask broadcast to [..., H, S, T] -> [..., H, S, E].
+    """q [..., H, S, D], k [..., H, T, D], v [..., H, T, E], mask broadcast to [..., H, S, T] ->
+    [..., H, S, E].
 
-    Local on heads and batch dims; on the queries where no causal mask counts them and keys are whole.
+    Local on heads and batch dims; on the queries where no causal mask counts them and keys are
+    whole.
     """
     rank = len(op.outs[0].shape)
     lead = tuple(f"i{dim}" for dim in range(rank - 2))
@@ -38,7 +42,8 @@ class AttentionRule(Rule):
     Arrives: q [B, H, S@sp, D]   k, v [B, Hkv, S@sp, D]
     Needs:   q [B, H@sp, S, D]   k, v [B, Hkv@sp, S, D]
     Gives:   out [B, H@sp, S, D]
-    Costs:   one all-to-all of q, k, v together before, one of out after; (n-1)/n of each shard is sent. Backward: the same.
+    Costs:   one all-to-all of q, k, v together before, one of out after; (n-1)/n of each shard is
+    sent. Backward: the same.
     Uneven:  n need not divide H: the exchange carries split sizes.
     Source:  DeepSpeed-Ulysses, arXiv:2309.14509.
     """

@@ -1,4 +1,6 @@
-"""Indexing, slicing, and writing to a slice. A slice of a sequence stays where it is: no rank sends anything."""
+"""Indexing, slicing, and writing to a slice. A slice of a sequence stays where it is: no rank sends
+anything.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ __all__ = ["RULES"]
 
 @dataclass(frozen=True)
 class _Entry:
-    """One dim of the input under an index. kind: "full", "slice", "int", "tensor"; out: the result's dim or None."""
+    """One dim of the input under an index. kind: "full", "slice", "int", "tensor"; out: the
+    result's dim or None.
+    """
 
     kind: str
     value: Any
@@ -31,7 +35,9 @@ class _Plan:
 
 
 def _expanded(op: Op) -> list[Any]:
-    """The index as a list with one entry per input dim (None entries kept), Ellipsis spelled out."""
+    """The index as a list with one entry per input dim (None entries kept), Ellipsis spelled
+    out.
+    """
     index = op.args[1]
     items = (
         list(index) if isinstance(index, (tuple, list)) and not _is_list_index(index) else [index]
@@ -59,7 +65,9 @@ def _consumes(op: Op, item: Any) -> int:
 
 
 def _plan(op: Op) -> _Plan | None:
-    """Names for the dims of the tensor, of index tensors and of the result; None for what is not understood."""
+    """Names for the dims of the tensor, of index tensors and of the result; None for what is not
+    understood.
+    """
     items = _expanded(op)
     if any(
         isinstance(item, bool) or _consumes(op, item) != 1 for item in items if item is not None
@@ -121,9 +129,9 @@ def _slice_sizes(shard: Shard, start: int, stop: int, step: int) -> tuple[tuple[
 class GetitemRule(Rule):
     """x[index].
 
-    A dim taken whole stays sharded; a slice of the sharded dim keeps each rank's part of it; one position of the
-    sharded dim is a term that its owner has and others lack (partial); a tensor of positions is looked up like an
-    embedding table.
+    A dim taken whole stays sharded; a slice of the sharded dim keeps each rank's part of it; one
+    position of the sharded dim is a term that its owner has and others lack (partial); a tensor of
+    positions is looked up like an embedding table.
     """
 
     cheap = True  # type: ignore[assignment]
@@ -185,7 +193,9 @@ class GetitemRule(Rule):
 
 
 def pick(x: torch.Tensor, index: tuple[Any, ...], owned: int) -> torch.Tensor:
-    """x[index] on the rank that owns the position, zeros elsewhere; with a gradient path on every rank."""
+    """x[index] on the rank that owns the position, zeros elsewhere; with a gradient path on every
+    rank.
+    """
     if owned:
         return x[index]
     at = next(k for k, item in enumerate(index) if isinstance(item, int))

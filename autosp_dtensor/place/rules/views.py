@@ -1,4 +1,6 @@
-"""Operations that only rearrange dims. DTensor's own view rules differ by torch version; these serve all."""
+"""Operations that only rearrange dims. DTensor's own view rules differ by torch version; these
+serve all.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ __all__ = ["RULES", "reshape_shard"]
 
 
 def reshape_shard(source: tuple[int, ...], target: tuple[int, ...], shard: Shard) -> Shard | None:
-    """Where a sharded dim goes in a row-major reshape, or None where a rank's part is no interval of one dim.
+    """Where a sharded dim goes in a row-major reshape, or None where a rank's part is no interval
+    of one dim.
 
-    In the flat order of elements a shard is `outer` blocks, of which each rank holds an interval. The same is said of
-    the target with other numbers: [2, 8@sp, 6] -> [16@sp, 6] has outer 2, [12@sp] -> [4@sp, 3] divides the sizes by 3.
+    In the flat order of elements a shard is `outer` blocks, of which each rank holds an interval.
+    The same is said of the target with other numbers: [2, 8@sp, 6] -> [16@sp, 6] has outer 2,
+    [12@sp] -> [4@sp, 3] divides the sizes by 3.
     """
     outer = math.prod(source[: shard.dim]) * shard.outer
     after = math.prod(source[shard.dim + 1 :])

@@ -1,0 +1,343 @@
+"""All ranks of a lowered program in one process: an independent statement of what collectives do.
+
+A value is a list with one local tensor for each rank. Local calls run once for each rank; a
+collective joins the list into the whole and cuts it again, by index and in plain torch, so autograd
+goes through the whole simulation and nothing of `lower/collectives.py` or `lower/layout.py` is used.
+
+The convention of gradients needs no care: each rank's loss counts once, so the gradient of a shared
+parameter is n times the mean over ranks of what each would hold.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+from autosp_dtensor.capture import Captured, capture, read_call
+from autosp_dtensor.graph import Origin, facts
+from autosp_dtensor.lower import Collective, Drawn, bound, lower
+from autosp_dtensor.lower.random import Seeded
+from autosp_dtensor.place import place
+from autosp_dtensor.placement import Partial, Placement, Replicate, Shard
+from autosp_dtensor.tree import flatten
+
+Locals = list[Any]
+
+
+# -- placements, by index ----------------------------------------------------------------------
+
+
+def positions(shard: Shard, rank: int) -> Tensor:
+    """Which positions of the whole dim a rank holds, in its local order."""
+    start = sum(shard.sizes[:rank])
+    block = sum(shard.sizes)
+    return torch.tensor(
+        [b * block + start + k for b in range(shard.outer) for k in range(shard.sizes[rank])],
+        dtype=torch.int64,
+    )
+
+
+def cut(whole: Tensor, placement: Placement, n: int) -> list[Tensor]:
+    """What each rank holds of a whole value."""
+    if isinstance(placement, Shard):
+        return [whole.index_select(placement.dim, positions(placement, r)) for r in range(n)]
+    assert isinstance(placement, Replicate), "a whole value is not cut into terms"
+    return [whole] * n
+
+
+def glue(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+    """The whole value; replicas have to be equal bit for bit."""
+    if isinstance(placement, Shard):
+        for rank, part in enumerate(parts):
+            assert part.shape[placement.dim] == placement.outer * placement.sizes[rank]
+        order = torch.cat([positions(placement, r) for r in range(len(parts))])
+        joined = torch.cat(list(parts), placement.dim)
+        return joined.index_select(placement.dim, order.argsort())
+    if isinstance(placement, Partial):
+        return torch.stack(list(parts)).sum(0)
+    for part in parts[1:]:
+        torch.testing.assert_close(part, parts[0], rtol=0, atol=0, equal_nan=True)
+    return parts[0]
+
+
+def shardings(length: int, n: int, *, zero: bool = True) -> list[tuple[tuple[int, ...], int]]:
+    """(sizes, outer) that cut a dim of `length` for n ranks: even, uneven, empty parts, several
+    blocks."""
+    found = []
+    for outer in (1, 2, 3):
+        if length % outer or (outer > 1 and length == outer):
+            continue
+        block = length // outer
+        each, more = divmod(block, n)
+        ceil = -(-block // n)
+        ways = [
+            tuple(each + (r < more) for r in range(n)),
+            tuple(max(0, min(ceil, block - r * ceil)) for r in range(n)),
+        ]
+        if block >= n:
+            skewed = [1] * n
+            skewed[n // 2] += block - n
+            ways.append(tuple(skewed))
+        if zero:
+            ways += [(0,) * (n - 1) + (block,), (block,) + (0,) * (n - 1)]
+        found += [(way, outer) for way in ways if zero or all(way)]
+    return list(dict.fromkeys(found))
+
+
+# -- running -----------------------------------------------------------------------------------
+
+
+def run_whole(graph: Graph, inputs: Sequence[Tensor], state: Callable[[Origin], Any]) -> dict:
+    """The values of a captured graph, on one device."""
+    values: dict[Node, Any] = {}
+    given = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = state(facts(node).origin)
+        elif node.op == "call_function":
+            args, kwargs = map_aggregate(
+                (node.args, node.kwargs), lambda v: values[v] if isinstance(v, Node) else v
+            )
+            values[node] = node.target(*args, **kwargs)
+    return values
+
+
+def run_ranks(
+    graph: Graph, n: int, inputs: Sequence[Locals], state: Callable[[Origin], Any], seed: int = 0
+) -> dict[Node, Locals]:
+    """The values of a lowered graph on every rank."""
+    values: dict[Node, Locals] = {}
+    given = iter(inputs)
+    draws = 0
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = [state(facts(node).origin)] * n
+        elif node.op == "call_function" and isinstance(node.target, Collective):
+            values[node] = collective(node.target, [values[a] for a in node.args], n)
+        elif node.op == "call_function":
+            draws += isinstance(node.target, Drawn)
+            values[node] = [_call(node, values, rank, (seed, draws)) for rank in range(n)]
+    return values
+
+
+def _call(node: Node, values: dict[Node, Locals], rank: int, draw: tuple[int, int]) -> Any:
+    args, kwargs = map_aggregate(
+        (node.args, node.kwargs), lambda v: values[v][rank] if isinstance(v, Node) else v
+    )
+    args, kwargs = bound(args, rank), bound(kwargs, rank)
+    target: Any = node.target
+    if isinstance(target, Drawn):
+        seed, number = draw
+        drawn = Seeded(target.target, number, rank if target.sharded else None)
+        return drawn(seed, *args, **kwargs)
+    return target(*args, **kwargs)
+
+
+def collective(what: Collective, args: list[Locals], n: int) -> Locals:
+    """What a collective must do, said with the whole value."""
+    if what.kind == "scale_grad":
+        return [x.detach() + what.factor * (x - x.detach()) for x in args[0]]
+    if what.kind == "mean_grad":
+        mean = sum(x - x.detach() for x in args[0]) / n
+        return [x.detach() + mean for x in args[0]]
+    if what.kind == "slice":
+        target = what.moves[0][1]
+        return [x.index_select(target.dim, positions(target, r)) for r, x in enumerate(args[0])]
+    moved = [
+        cut(glue(parts, source), target, n)
+        for parts, (source, target) in zip(args, what.moves, strict=True)
+    ]
+    if len(moved) == 1:
+        return moved[0]
+    return [tuple(each[rank] for each in moved) for rank in range(n)]
+
+
+# -- programs ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Lowered:
+    """One call through capture, place and lower."""
+
+    captured: Captured
+    placed: Graph
+    flat: Graph
+    n: int
+    live: nn.Module | None
+
+    def state(self, origin: Origin) -> Any:
+        if origin.kind == "const":
+            return self.captured.consts[origin.name]
+        assert self.live is not None
+        return getattr(self.live.get_submodule(origin.module), origin.name)
+
+    def collectives(self) -> list[tuple[str, tuple[tuple[Any, Any], ...]]]:
+        """(kind, moves) of everything that sends in the forward pass, in order."""
+        return [
+            (node.target.kind, node.target.moves)
+            for node in self.flat.nodes
+            if isinstance(node.target, Collective)
+            and node.target.sends
+            and node.target.kind != "mean_grad"
+        ]
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.collectives()]
+
+    def named(self, name: str) -> list[Node]:
+        """Nodes of the lowered graph that call a function of this name."""
+        return [node for node in self.flat.nodes if _name(node) == name]
+
+    def largest(self) -> int:
+        """Elements of the largest value that any rank holds."""
+        sizes = [0]
+        for node in self.flat.nodes:
+            known = facts(node)
+            for meta, placement in zip(known.outs, known.placements, strict=False):
+                count = meta.numel
+                if isinstance(placement, Shard) and meta.shape[placement.dim]:
+                    longest = placement.outer * max(placement.sizes)
+                    count = count // meta.shape[placement.dim] * longest
+                sizes.append(count)
+        return max(sizes)
+
+
+def _name(node: Node) -> str:
+    return node.op if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def lowered(
+    target: Any, args: tuple[Any, ...] = (), n: int = 2, seq_dim: int = 1, **kwargs: Any
+) -> Lowered:
+    call = read_call(target, args, kwargs, _no_dtensor)
+    captured = capture(call)
+    placed = place(captured.graph, n, list(call.placements), seq_dim)
+    flat = lower(placed, n, captured.fake_mode)
+    return Lowered(captured, placed, flat, n, target if isinstance(target, nn.Module) else None)
+
+
+def _no_dtensor(tensor: Any) -> Placement:
+    raise AssertionError("these tests pass whole tensors")
+
+
+def assert_program_equals_whole(
+    target: Any,
+    args: tuple[Any, ...] = (),
+    n: int = 2,
+    seq_dim: int = 1,
+    *,
+    gradients: bool = True,
+    **kwargs: Any,
+) -> Lowered:
+    """The split program gives the results, states and gradients of one device, on every rank."""
+    reference = copy.deepcopy(target) if isinstance(target, nn.Module) else target
+    program = lowered(target, args, n, seq_dim, **kwargs)
+    given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+
+    # Each rank has its own copy of an input; parameters and constants are shared.
+    copies = [
+        [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(n)] for x in given
+    ]
+    values = run_ranks(program.flat, n, copies, program.state)
+    output = next(node for node in program.flat.nodes if node.op == "output")
+    locals_ = [values[node] for node in output.args[0]]
+    placements = facts(output).placements
+    glued = [glue(parts, p) for parts, p in zip(locals_, placements, strict=True)]
+    count = len(program.captured.template.tensors)
+    result = program.captured.template.fill(glued[:count])
+
+    want = reference(*args, **kwargs)
+    got_leaves, got_spec = flatten(result)
+    want_leaves, want_spec = flatten(want)
+    assert got_spec == want_spec
+    torch.testing.assert_close(
+        [x for x in got_leaves if isinstance(x, Tensor)],
+        [x for x in want_leaves if isinstance(x, Tensor)],
+    )
+    assert [x for x in got_leaves if not isinstance(x, Tensor)] == [
+        x for x in want_leaves if not isinstance(x, Tensor)
+    ]
+    for origin, index in program.captured.writes:
+        state = getattr(reference.get_submodule(origin.module), origin.name)
+        torch.testing.assert_close(glued[index].detach(), state.detach())
+    if gradients:
+        _assert_gradients(program, reference, given, copies, locals_, placements, want_leaves, glued)
+    return program
+
+
+def _assert_gradients(
+    program: Lowered,
+    reference: Any,
+    given: list[Tensor],
+    copies: list[list[Tensor]],
+    locals_: list[Locals],
+    placements: Sequence[Placement],
+    want_leaves: list[Any],
+    glued: list[Tensor],
+) -> None:
+    """Against random cotangents. A replicated result is a result of every rank; a split one is one
+    DTensor, whose gradient comes in once."""
+    n = program.n
+    distinct = {id(t): k for k, t in enumerate(program.captured.template.tensors)}
+    leaves = program.captured.template.leaves
+    wanted = [
+        (distinct[id(old)], new)
+        for old, new in zip(leaves, want_leaves, strict=True)
+        if isinstance(new, Tensor) and new.requires_grad
+    ]
+    for index, new in wanted:
+        assert glued[index].requires_grad, f"result {index} lost its gradient"
+        assert glued[index].dtype == new.dtype
+    if not wanted:
+        return
+    generator = torch.Generator().manual_seed(5)
+    split: Any = 0.0
+    whole: Any = 0.0
+    for index, new in wanted:
+        weight = torch.randn(new.shape, generator=generator, dtype=torch.float64)
+        sharded = isinstance(placements[index], Shard)
+        parts = [glued[index]] if sharded else locals_[index]
+        split = split + sum(_dot(part, weight) for part in parts)
+        whole = whole + _dot(new, weight)
+    # What a parameter or constant holds after backward is summed over ranks here: n times the mean.
+    names, own, theirs = _trained(program, reference)
+    asked = [k for k, x in enumerate(given) if x.requires_grad]
+    flat_copies = [x for k in asked for x in copies[k]]
+    got = torch.autograd.grad(split, [*own, *flat_copies], allow_unused=True)
+    want = torch.autograd.grad(whole, [*theirs, *(given[k] for k in asked)], allow_unused=True)
+    for name, a, b, x in zip(names, got, want, own, strict=False):
+        a, b = (torch.zeros_like(x) if g is None else g for g in (a, b))
+        torch.testing.assert_close(a / n, b, msg=lambda m, name=name: f"gradient of {name}: {m}")
+    for j, k in enumerate(asked):  # every rank holds the true gradient of an input
+        for rank in range(n):
+            a, b = got[len(own) + j * n + rank], want[len(own) + j]
+            a, b = (torch.zeros_like(given[k]) if g is None else g for g in (a, b))
+            torch.testing.assert_close(
+                a, b, msg=lambda m, k=k, rank=rank: f"gradient of input {k} on rank {rank}: {m}"
+            )
+
+
+def _dot(value: Tensor, weight: Tensor) -> Tensor:
+    if value.is_complex():
+        return (torch.view_as_real(value) * weight[..., None]).sum()
+    return (value.double() * weight).sum()
+
+
+def _trained(program: Lowered, reference: Any) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    if program.live is None:
+        consts = {k: c for k, c in program.captured.consts.items() if c.requires_grad}
+        return list(consts), list(consts.values()), list(consts.values())
+    own = {k: p for k, p in program.live.named_parameters() if p.requires_grad}
+    theirs = dict(reference.named_parameters())
+    return list(own), list(own.values()), [theirs[name] for name in own]
