@@ -14,7 +14,7 @@ from ._torch import FakeTensorMode
 from .capture.targets import Opaque
 from .errors import UsageError
 from .graph import describe, facts, short_name
-from .lower import Collective, Drawn, Region, bound, local_meta
+from .lower import Call, Collective, Drawn, Region, bound, local_meta
 from .lower.layout import take_shard
 from .placement import Shard
 from .run.program import Program
@@ -31,49 +31,21 @@ def explain_program(program: Program) -> str:
     """
     n = program.mesh.size()
     lines = [f"sp={n}", ""]
-    seen: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    for region in program.root.walk():
-        counts[_text(region)] += 1
+    paths: dict[Region, list[str]] = {}
+    for path, region in program.root.walk():
+        paths.setdefault(region, []).append(path)
     kept = 0
-    for region in program.root.walk():
-        text = _text(region)
+    for region, places in paths.items():
         known = _kept_bytes(region)
-        kept += sum(known.values())
-        if text in seen:
-            continue
-        seen[text] = region.path
-        times = f" and {counts[text] - 1} more like it" if counts[text] > 1 else ""
-        lines.append(f"{region.path or 'root'}{times}")
-        lines.extend(
-            _row(node, known)
-            for node in region.graph.nodes
-            if node.op == "call_function" and not _silent(node)
-        )
+        kept += sum(known.values()) * len(places)
+        more = f" and {len(places) - 1} more like it" if len(places) > 1 else ""
+        lines.append(f"{places[0] or 'root'}{more}")
+        shown = [n for n in region.graph.nodes if n.op == "call_function" and not _silent(n)]
+        lines.extend(_row(node, known) for node in shown)
         lines.append(f"  keeps {size_text(sum(known.values()))} for backward")
         lines.append("")
     lines.extend(_totals(program, kept))
     return "\n".join(lines)
-
-
-def _text(region: Region) -> str:
-    """A region's program without its own place in the model."""
-    rows = []
-    index = {node: i for i, node in enumerate(region.graph.nodes)}
-    for node in region.graph.nodes:
-        known = facts(node)
-        target = (
-            "region"
-            if isinstance(node.target, Region)
-            else short_name(node.target)
-            if node.op == "call_function"
-            else ""
-        )
-        args = map_aggregate(
-            (node.args, node.kwargs), lambda v: f"%{index[v]}" if isinstance(v, Node) else v
-        )
-        rows.append(f"{node.op} {target} {args} {known.outs} {known.placements}")
-    return "\n".join(rows)
 
 
 def _silent(node: Node) -> bool:
@@ -87,7 +59,7 @@ def _silent(node: Node) -> bool:
 def _row(node: Node, kept: dict[Node, int]) -> str:
     known = facts(node)
     target: Any = node.target
-    if isinstance(target, Region):
+    if isinstance(target, Call):
         return f"  [{target.path}]"
     name = target.kind if isinstance(target, Collective) else short_name(target)
     mark = "> " if isinstance(target, Collective) and target.sends else "  "
@@ -117,17 +89,17 @@ def _totals(program: Program, kept: int) -> list[str]:
         "mean_grad": "all_reduce",
     }
     grad = program.grad
-    for node in program.flat.nodes:
+    for node, count in program.nodes():
         target = node.target
         if not isinstance(target, Collective) or not target.sends:
             continue
         known = facts(node)
         if target.kind != "mean_grad":
-            forward[target.kind] += 1
-            sent["forward"] += known.bytes
+            forward[target.kind] += count
+            sent["forward"] += count * known.bytes
         if grad and known.meta.requires_grad:
-            backward[transposed.get(target.kind, target.kind)] += 1
-            sent["backward"] += known.bytes
+            backward[transposed.get(target.kind, target.kind)] += count
+            sent["backward"] += count * known.bytes
 
     def text(counts: Counter[str]) -> str:
         return (
@@ -194,7 +166,7 @@ def _run_fake(node: Node, values: dict[Node, Any]) -> Any:
         )
         return made[0] if known.single else made
 
-    if node.op == "placeholder" or isinstance(target, Region):
+    if node.op == "placeholder" or isinstance(target, Call):
         return empty()
     args, kwargs = map_aggregate(
         (node.args, node.kwargs), lambda v: values[v] if isinstance(v, Node) else v

@@ -67,27 +67,25 @@ def glue(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     return parts[0]
 
 
-def shardings(length: int, n: int, *, zero: bool = True) -> list[tuple[tuple[int, ...], int]]:
-    """(sizes, outer) that cut a dim of `length` for n ranks: even, uneven, empty parts, several
-    blocks."""
+def shardings(length: int, n: int) -> list[tuple[tuple[int, ...], int]]:
+    """(sizes, outer) that cut a dim of `length` for n ranks: balanced, as torch.chunk does, skewed,
+    all on one rank, and in two blocks."""
     found = []
-    for outer in (1, 2, 3):
-        if length % outer or (outer > 1 and length == outer):
-            continue
+    for outer in (1, 2):
         block = length // outer
+        if outer > 1 and (length % outer or block < 2):
+            continue
         each, more = divmod(block, n)
         ceil = -(-block // n)
+        skewed = [min(1, block)] * n
+        skewed[n // 2] = max(block - (n - 1) * skewed[0], 0)
         ways = [
             tuple(each + (r < more) for r in range(n)),
             tuple(max(0, min(ceil, block - r * ceil)) for r in range(n)),
+            tuple(skewed),
+            (0,) * (n - 1) + (block,),
         ]
-        if block >= n:
-            skewed = [1] * n
-            skewed[n // 2] += block - n
-            ways.append(tuple(skewed))
-        if zero:
-            ways += [(0,) * (n - 1) + (block,), (block,) + (0,) * (n - 1)]
-        found += [(way, outer) for way in ways if zero or all(way)]
+        found += [(way, outer) for way in ways[: 4 if outer == 1 else 1] if sum(way) == block]
     return list(dict.fromkeys(found))
 
 
@@ -246,9 +244,7 @@ def assert_program_equals_whole(
     given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
 
     # Each rank has its own copy of an input; parameters and constants are shared.
-    copies = [
-        [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(n)] for x in given
-    ]
+    copies = [[x.detach().clone().requires_grad_(x.requires_grad) for _ in range(n)] for x in given]
     values = run_ranks(program.flat, n, copies, program.state)
     output = next(node for node in program.flat.nodes if node.op == "output")
     locals_ = [values[node] for node in output.args[0]]
@@ -272,7 +268,9 @@ def assert_program_equals_whole(
         state = getattr(reference.get_submodule(origin.module), origin.name)
         torch.testing.assert_close(glued[index].detach(), state.detach())
     if gradients:
-        _assert_gradients(program, reference, given, copies, locals_, placements, want_leaves, glued)
+        _assert_gradients(
+            program, reference, given, copies, locals_, placements, want_leaves, glued
+        )
     return program
 
 

@@ -132,7 +132,7 @@ def state_key(model: nn.Module) -> tuple[Any, ...]:
     for module in model.modules():
         own = module.__dict__
         policy = fsdp_policy(module)
-        parts.append((id(module), own["training"], type(module), policy, hook_counts(module)))
+        parts.append((id(module), module.training, type(module), policy, hook_counts(module)))
         for store in (own["_parameters"], own["_buffers"]):
             for name, tensor in store.items():
                 if tensor is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,19 +13,15 @@ import torch
 from ..graph import short_name
 
 __all__ = [
-    "INPLACE_ARGUMENT",
     "Opaque",
     "OutOfPlace",
     "UnderAutocast",
     "draws",
+    "inplace_argument",
     "is_inplace",
     "plain_target",
 ]
 
-INPLACE_ARGUMENT = frozenset(
-    "relu silu dropout gelu elu celu selu leaky_relu hardtanh relu6 hardswish hardsigmoid mish "
-    "alpha_dropout feature_alpha_dropout threshold rrelu".split()
-)
 _INPLACE_OPERATORS = frozenset(
     f"__{name}__"
     for name in "iadd isub imul itruediv ifloordiv ipow iand ior ixor imod setitem".split()
@@ -33,6 +32,28 @@ def is_inplace(func: Callable[..., Any]) -> bool:
     """Whether a torch function writes to its first argument, by torch's naming."""
     name = getattr(func, "__name__", "")
     return name in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+def inplace_argument(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of the same call out of place, where it says inplace=True; else None."""
+    position = _inplace_position(func)
+    if position is None:
+        return None
+    if kwargs.get("inplace") is True:
+        return args, {**kwargs, "inplace": False}
+    if len(args) > position and args[position] is True:
+        return (*args[:position], False, *args[position + 1 :]), kwargs
+    return None
+
+
+@functools.cache
+def _inplace_position(func: Callable[..., Any]) -> int | None:
+    if not isinstance(func, types.FunctionType):
+        return None
+    names = list(inspect.signature(func).parameters)
+    return names.index("inplace") if "inplace" in names else None
 
 
 class _Wrapped:

@@ -27,11 +27,11 @@ from ..graph import Facts, Meta, Origin, Scope, set_facts, short_name
 from .aliasing import Memory
 from .ghost import Ghost
 from .targets import (
-    INPLACE_ARGUMENT,
     Opaque,
     OutOfPlace,
     UnderAutocast,
     draws,
+    inplace_argument,
     is_inplace,
     plain_target,
 )
@@ -177,8 +177,7 @@ class Recorder(TorchFunctionMode):
                 fix="move it out of forward, or exclude this module from the traced model",
             )
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)  # type: ignore[misc]
-        if kwargs.get("inplace") is True and name in INPLACE_ARGUMENT:
-            kwargs = {**kwargs, "inplace": False}
+        inplace = inplace_argument(func, args, kwargs)
         start = len(self.aten.ops)
         if name in _READS:
             raise self.value_read(func)
@@ -195,7 +194,10 @@ class Recorder(TorchFunctionMode):
             ) from error
         ops = tuple(self.aten.ops[start:])
         del self.aten.ops[start:]
-        self.record(func, args, kwargs, result, ops)
+        if inplace is not None:
+            self._record_inplace(func, *inplace, ops, wrapped=False)
+        else:
+            self.record(func, args, kwargs, result, ops)
         return result
 
     def value_read(self, func: Any, error: Exception | None = None) -> CaptureError:
@@ -217,6 +219,13 @@ class Recorder(TorchFunctionMode):
         ops: tuple[Any, ...] = (),
     ) -> None:
         name = getattr(func, "__name__", "")
+        if name == "embedding" and kwargs.get("max_norm", args[3] if len(args) > 3 else None):
+            raise CaptureError(
+                "an embedding with max_norm changes its table in forward.",
+                where=self.where(),
+                why="each rank would renormalize only the rows that its tokens look up",
+                fix="normalize the table between steps instead",
+            )
         if kwargs.get("out") is not None:
             raise CaptureError(
                 f"{short_name(func)} writes to out=.",
@@ -254,7 +263,7 @@ class Recorder(TorchFunctionMode):
             self._remember(element, item)
         self.memory.made_disjoint(name, outs)
 
-    def _record_inplace(self, func, args, kwargs, ops) -> None:
+    def _record_inplace(self, func, args, kwargs, ops, *, wrapped: bool = True) -> None:
         target = args[0]
         origin = self.origin_of.get(id(target))
         if origin is None and tensor_owner(target, self.origin_of) is not None:
@@ -274,7 +283,9 @@ class Recorder(TorchFunctionMode):
                 why="an input or parameter belongs to the caller; ranks would change their own copies",
                 fix="work on a copy: x = x.clone()",
             )
-        node = self._call(OutOfPlace(func), args, kwargs, [target], ops, single=True)
+        node = self._call(
+            OutOfPlace(func) if wrapped else func, args, kwargs, [target], ops, single=True
+        )
         self.node_of[id(target)] = node
         self.memory.written(target)
         if origin is not None:

@@ -7,13 +7,16 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from .._torch import FakeTensorMode
+from ..place import PlacedBlock
 from .localize import Collective, Drawn, bound, flatten_exchanges, local_meta, localize
-from .regions import Region, cut_regions
+from .regions import Call, LoweredBlock, Region, cut_regions
 from .verify import verify_lowered
 
 __all__ = [
+    "Call",
     "Collective",
     "Drawn",
+    "LoweredBlock",
     "Region",
     "bound",
     "cut_regions",
@@ -24,8 +27,18 @@ __all__ = [
 
 
 def lower(placed: Graph, axis_size: int, fake_mode: FakeTensorMode) -> Graph:
-    """The passes in order; the result is checked on fake local tensors."""
-    graph = localize(placed, axis_size)
+    """The passes in order, for each distinct block and then for the program around them; every
+    graph is checked on fake local tensors.
+    """
+    blocks: dict[PlacedBlock, LoweredBlock] = {}
+    for node in placed.nodes:
+        if isinstance(node.target, PlacedBlock) and node.target not in blocks:
+            inner = _passes(localize(node.target.graph, axis_size), axis_size, fake_mode)
+            blocks[node.target] = LoweredBlock(node.target.block.path, inner)
+    return _passes(localize(placed, axis_size, blocks), axis_size, fake_mode)
+
+
+def _passes(graph: Graph, axis_size: int, fake_mode: FakeTensorMode) -> Graph:
     graph = flatten_exchanges(graph)
     verify_lowered(graph, axis_size, fake_mode)
     return graph

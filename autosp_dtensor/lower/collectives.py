@@ -44,7 +44,10 @@ def all_to_all(
     Returns:
         local parts in the new placements, contiguous.
     """
-    pairs = [(t, None) if not t.is_complex() else (torch.view_as_real(t), t) for t in tensors]
+    pairs = [
+        (t, None) if not t.is_complex() else (torch.view_as_real(t.resolve_conj()), t)
+        for t in tensors
+    ]
     outs = _AllToAll.apply(group, rank, moves, *(real for real, _ in pairs))
     return tuple(
         out if old is None else torch.view_as_complex(out)
@@ -244,7 +247,9 @@ def all_gather(group: Any, rank: int, source: Shard, x: torch.Tensor) -> torch.T
     if x.dtype == torch.bool:
         return _AllGather.apply(group, rank, source, x.to(torch.uint8)).to(torch.bool)
     if x.is_complex():
-        return torch.view_as_complex(_AllGather.apply(group, rank, source, torch.view_as_real(x)))
+        return torch.view_as_complex(
+            _AllGather.apply(group, rank, source, torch.view_as_real(x.resolve_conj()))
+        )
     return _AllGather.apply(group, rank, source, x)
 
 

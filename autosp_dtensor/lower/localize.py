@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from ..graph import Facts, facts, set_facts
-from ..place import redistribute
+from ..place import PlacedBlock, redistribute
 from ..place.rule import Local, fill
 from ..placement import Partial, PerRank, Replicate, Shard
 
@@ -59,16 +59,20 @@ class Drawn:
         raise AssertionError("a random call of the lowered graph is bound to a rank before it runs")
 
 
-def localize(placed: Graph, axis_size: int) -> Graph:
+def localize(placed: Graph, axis_size: int, blocks: dict[PlacedBlock, Any] | None = None) -> Graph:
     """Every node becomes the same call on local tensors, every redistribute a collective or a
     slice.
 
     Sharded results multiply the gradient that comes in by n, whole float inputs that ask for a
     gradient get the mean of all ranks' shares, so that gradients at the program's border are those
     of one device.
+
+    blocks: what each block became, when this is the graph of a whole program; None for a block's
+    own graph.
     """
     lowered = Graph()
     made: dict[Node, Node] = {}
+    is_program = blocks is not None
 
     def add(
         like: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None, **changes: Any
@@ -88,6 +92,7 @@ def localize(placed: Graph, axis_size: int) -> Graph:
                 held = made[result]
                 if (
                     axis_size > 1
+                    and is_program
                     and isinstance(facts(result).placement, Shard)
                     and facts(result).meta.requires_grad
                 ):
@@ -102,6 +107,9 @@ def localize(placed: Graph, axis_size: int) -> Graph:
                 results.append(held)
             output = lowered.output(tuple(results))
             set_facts(output, known)
+        elif isinstance(node.target, PlacedBlock):
+            assert blocks is not None
+            made[node] = add(node, blocks[node.target], tuple(made[a] for a in node.args))
         elif node.target is redistribute:
             source, target = node.args[1:]
             made[node] = add(node, _collective(source, target), (made[node.args[0]],))
@@ -109,7 +117,8 @@ def localize(placed: Graph, axis_size: int) -> Graph:
             made[node] = add(node, operator.getitem, (made[node.args[0]], node.args[1]))
         else:
             made[node] = _call(node, known, made, add)
-    _border_gradients(lowered, axis_size)
+    if is_program:
+        _border_gradients(lowered, axis_size)
     lowered.lint()
     return lowered
 

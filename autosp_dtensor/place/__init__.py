@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from ..placement import Placement
+from .blocks import PlacedBlock, outline_blocks
 from .canonical import canonicalize
 from .placer import Placer, redistribute
 
-__all__ = ["place", "redistribute"]
+__all__ = ["PlacedBlock", "place", "redistribute"]
 
 
 def place(
@@ -17,6 +18,8 @@ def place(
     inputs: list[Placement | None],
     seq_dim: int,
     whole_results: frozenset[int] = frozenset(),
+    blocks: frozenset[str] = frozenset(),
+    regions: frozenset[str] = frozenset(),
 ) -> Graph:
     """Place every node of a captured graph.
 
@@ -27,7 +30,14 @@ def place(
         seq_dim: the sequence dim of the inputs.
         whole_results: results that every rank needs whole (buffers that forward writes).
 
+        blocks: paths of modules that repeat; equal calls of them are placed once.
+        regions: paths of modules that become regions (blocks that differ in those inside are not
+            equal).
+
     Raises:
         PlacementError: an operation on sharded values has no rule; all such operations are listed.
     """
-    return Placer(canonicalize(graph, axis_size), axis_size, inputs, seq_dim, whole_results).run()
+    graph = canonicalize(graph, axis_size)
+    if blocks:
+        graph = outline_blocks(graph, set(blocks), set(regions))
+    return Placer(graph, axis_size, inputs, seq_dim, whole_results).run()

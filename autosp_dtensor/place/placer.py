@@ -16,8 +16,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from ..graph import Facts, Scope, facts, set_facts, short_name
+from ..graph import Facts, facts, set_facts, short_name
 from ..placement import Partial, Placement, Replicate, Shard, chunk_sizes
+from .blocks import Block, PlacedBlock
 from .cost import sent_bytes
 from .refuse import Refusals
 from .rule import Op, Option, Rule, Slot
@@ -36,7 +37,7 @@ def redistribute(x: torch.Tensor, source: Placement, target: Placement) -> torch
     raise AssertionError("a placed graph is not run; lower it first")
 
 
-@dataclass
+@dataclass(eq=False)
 class Value:
     """One captured value in the placed graph: the placement it was computed in, and further
     versions of it.
@@ -49,10 +50,24 @@ class Value:
     rule: Rule | None = None
     op: Op | None = None
     inputs: tuple[Node, ...] = ()
+    outer: Value | None = None
 
     @property
     def facts(self) -> Facts:
         return facts(self.source)
+
+
+@dataclass
+class Around:
+    """What a block is placed in: the placer of the graph around it, and its inputs' values
+    there.
+    """
+
+    placer: Placer
+    values: list[Value]
+
+
+Homes = tuple[Shard | None, ...]
 
 
 class Placer:
@@ -67,8 +82,12 @@ class Placer:
         inputs: list[Placement | None],
         seq_dim: int,
         whole_results: frozenset[int] = frozenset(),
+        around: Around | None = None,
     ) -> None:
         self.graph = graph
+        self.around = around
+        self.blocks: dict[Any, tuple[PlacedBlock, tuple[Placement, ...], Homes]] = {}
+        self.border: dict[Node, tuple[int, Placement]] = {}
         self.n = axis_size
         self.inputs = inputs
         self.seq_dim = seq_dim
@@ -76,8 +95,10 @@ class Placer:
         self.result = Graph()
         self.values: dict[Node, Value] = {}
         self.tuples: dict[Node, tuple[Node, Option, tuple[Shard | None, ...]]] = {}
-        self.homes = seed_inputs(graph, inputs, axis_size, seq_dim)
+        self.homes = {} if around else seed_inputs(graph, inputs, axis_size, seq_dim)
         self.lengths = {shard.block for shard in self.homes.values()}
+        if around:
+            self.blocks, self.lengths = around.placer.blocks, around.placer.lengths
         self.refusals = Refusals(axis_size)
 
     def run(self) -> Graph:
@@ -98,12 +119,15 @@ class Placer:
                 )
             elif node.op == "output":
                 self._place_output(node)
+            elif isinstance(node.target, Block):
+                self._place_block(node)
             elif node.target is operator.getitem and node.args[0] in self.tuples:
                 self._place_element(node)
             else:
                 self._place_call(node)
         self.refusals.raise_if_any()
-        self.result.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        kept = ("output",) if self.around else ("placeholder", "output")
+        self.result.eliminate_dead_code(is_impure_node=lambda n: n.op in kept)
         self.result.lint()
         return self.result
 
@@ -122,6 +146,12 @@ class Placer:
         placed = self.result.placeholder(node.name)
         known = facts(node)
         assert known.origin is not None
+        if self.around is not None:
+            number = int(known.origin.name)
+            outer = self.around.values[number]
+            self._keep(node, placed, outer.placement, outer.home, outer=outer)
+            self.border[placed] = (number, outer.placement)
+            return
         given = self.inputs[int(known.origin.name)]
         home = self.homes.get(node)
         if isinstance(given, Shard):
@@ -133,7 +163,8 @@ class Placer:
         """A float with the sequence dim is cut where it comes in."""
         value = self.values[node]
         if (
-            value.home is not None
+            self.around is None
+            and value.home is not None
             and value.facts.meta.dtype.is_floating_point
             and value.home != value.placement
         ):
@@ -149,13 +180,47 @@ class Placer:
         set_facts(placed, facts(node).having(placements=tuple(facts(r).placement for r in results)))
 
     def _output_placement(self, node: Node) -> Placement:
-        """What a DTensor can say: replicated, or the chunks of `torch.chunk` on one dim."""
+        """What a DTensor can say: replicated, or the chunks of `torch.chunk` on one dim; of a
+        block, as it is.
+        """
         value = self.values[node]
         placement = value.placement
+        if self.around is not None:
+            return placement
         if not isinstance(placement, Shard):
             return REPLICATE
         shape = value.facts.meta.shape
         return Shard(placement.dim, chunk_sizes(shape[placement.dim], self.n))
+
+    # -- blocks ---------------------------------------------------------------------------------
+
+    def _place_block(self, node: Node) -> None:
+        """Place a block once for each way its inputs can come; further calls take the result."""
+        values = [self.values[n] for n in node.args]  # type: ignore[index]
+        ways = tuple(
+            (v.placement, v.home, frozenset(v.versions), self._can_redo_whole(v), self._can_redo(v))
+            for v in values
+        )
+        key = (node.target, ways)
+        if key not in self.blocks:
+            block: Any = node.target
+            inner = Placer(block.graph, self.n, [], self.seq_dim, around=Around(self, values))
+            inner.refusals = self.refusals
+            graph = inner.run()
+            border = [inner.border[n] for n in graph.nodes if n.op == "placeholder"]
+            results = next(n for n in block.graph.nodes if n.op == "output").args[0]
+            outs = [inner.values[n] for n in results]  # type: ignore[union-attr]
+            placed = PlacedBlock(block, graph, border)
+            self.blocks[key] = (
+                placed,
+                tuple(v.placement for v in outs),
+                tuple(v.home for v in outs),
+            )
+        placed, outs, homes = self.blocks[key]
+        args = tuple(self.want(values[k].source, placement) for k, placement in placed.border)
+        call = self.result.call_function(placed, args)
+        set_facts(call, facts(node).having(placements=outs, homes=homes))
+        self.tuples[node] = (call, Option((), outs), homes)
 
     # -- operations -----------------------------------------------------------------------------
 
@@ -298,6 +363,8 @@ class Placer:
     def _way(self, value: Value, target: Placement) -> float:
         if target in value.versions or self.n == 1:
             return 0.0
+        if value.outer is not None and self.around is not None:
+            return self.around.placer._way(value.outer, target)
         costs = [sent_bytes(value.facts.meta, p, target, self.n) for p in value.versions]
         if isinstance(
             target, Replicate
@@ -333,6 +400,8 @@ class Placer:
         if self.n == 1:
             value.versions[placement] = value.versions[value.placement]
             return value.versions[placement]
+        if value.outer is not None:
+            return self._want_from_outside(value, placement)
         made = None
         if isinstance(placement, Replicate) and self._can_redo_whole(value):
             made = self._redo(value, value.rule.whole(value.op))  # type: ignore[union-attr, arg-type]
@@ -342,6 +411,17 @@ class Placer:
                 made = self._redo(value, option)
         if made is None:
             made = self._redistribute(value, placement)
+        value.versions[placement] = made
+        return made
+
+    def _want_from_outside(self, value: Value, placement: Placement) -> Node:
+        """A version of a block's input is made around the block, where the input comes from."""
+        held = value.versions[value.placement]
+        with self.result.inserting_after(_last_source(held)):
+            made = self.result.placeholder(f"{held.name}_{len(value.versions)}")
+        set_facts(made, facts(held).having(placements=(placement,)))
+        assert value.outer is not None and self.around is not None
+        self.border[made] = (self.around.values.index(value.outer), placement)
         value.versions[placement] = made
         return made
 

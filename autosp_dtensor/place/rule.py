@@ -214,7 +214,12 @@ def argument(op: Op, position: int, name: str, default: Any = None) -> Any:
     """An argument by position or keyword, as torch's own signatures allow both."""
     if len(op.args) > position:
         return op.args[position]
+    if name not in op.kwargs and name in _NUMPY_NAMES:
+        name = _NUMPY_NAMES[name]
     return op.kwargs.get(name, default)
+
+
+_NUMPY_NAMES = {"dim": "axis", "dims": "axis", "keepdim": "keepdims"}  # torch takes both
 
 
 def dims_of(value: Any, rank: int) -> tuple[int, ...]:

@@ -41,32 +41,48 @@ def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
     captured = capture(call)
     _check_length(captured, call, mesh.size(), options)
     written = frozenset(index for origin, index in captured.writes if origin.kind == "buffer")
-    placed = place(captured.graph, mesh.size(), list(call.placements), options.seq_dim, written)
-    flat = lower(placed, mesh.size(), captured.fake_mode)
     checkpointed = {call.scope.path for call in captured.calls if call.checkpointed}
-    root = cut_regions(flat, region_paths(live, checkpointed))
+    blocks, regions = block_paths(live), region_paths(live, checkpointed)
+    placed = place(
+        captured.graph,
+        mesh.size(),
+        list(call.placements),
+        options.seq_dim,
+        written,
+        frozenset(blocks),
+        frozenset(regions),
+    )
+    flat = lower(placed, mesh.size(), captured.fake_mode)
+    root = cut_regions(flat, regions)
     program = Program(captured, placed, flat, root, mesh, live, grad=torch.is_grad_enabled())
     program.bind()
     _log_summary(program, call, time.perf_counter() - started)
     return program
 
 
+def block_paths(live: nn.Module | None) -> set[str]:
+    """The outermost modules of module lists: what a model repeats."""
+    if live is None:
+        return set()
+    lists = [p for p, m in live.named_modules() if isinstance(m, nn.ModuleList)]
+    paths = [f"{p}.{name}".lstrip(".") for p in lists for name in live.get_submodule(p)._modules]
+    found = set(paths)
+    return {p for p in paths if not any(outer in found for outer in _parents(p))}
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
 def region_paths(live: nn.Module | None, checkpointed: set[str]) -> set[str]:
-    """Modules that become regions: those that FSDP2 manages, that are checkpointed, and the blocks
-    of module lists.
+    """Modules whose calls are regions of their own: those that FSDP2 manages, and checkpointed
+    ones.
     """
     if live is None:
         return set()
-    paths: set[str] = set()
-    for path, module in live.named_modules():
-        if not path:
-            continue
-        parent, _, _ = path.rpartition(".")
-        in_list = isinstance(live.get_submodule(parent), nn.ModuleList)
-        nested = any(path.startswith(f"{outer}.") for outer in paths)
-        if fsdp_policy(module) is not None or path in checkpointed or (in_list and not nested):
-            paths.add(path)
-    return paths
+    managed = {p for p, module in live.named_modules() if p and fsdp_policy(module) is not None}
+    return managed | {path for path in checkpointed if path}
 
 
 def sequence_length(call: Call, options: Options) -> int | None:
@@ -119,26 +135,23 @@ def check_devices(call: Call, live: nn.Module | None, mesh: DeviceMesh) -> None:
 
 def collectives(program: Program) -> Counter[str]:
     """How many collectives of each kind the forward pass makes."""
-    count: Counter[str] = Counter()
-    for node in program.flat.nodes:
-        if (
-            isinstance(node.target, Collective)
-            and node.target.sends
-            and node.target.kind != "mean_grad"
-        ):
-            count[node.target.kind] += 1
-    return count
+    found: Counter[str] = Counter()
+    for node, count in program.nodes():
+        target = node.target
+        if isinstance(target, Collective) and target.sends and target.kind != "mean_grad":
+            found[target.kind] += count
+    return found
 
 
 def sent(program: Program) -> int:
     """Bytes that one rank sends in the forward pass."""
     return sum(
-        facts(node).bytes for node in program.flat.nodes if isinstance(node.target, Collective)
+        count * facts(n).bytes for n, count in program.nodes() if isinstance(n.target, Collective)
     )
 
 
 def _log_summary(program: Program, call: Call, seconds: float) -> None:
-    regions = [region for region in program.root.walk() if region.scope is not None]
+    regions = [path for path, _ in program.root.walk() if path]
     distinct = program.distinct
     counts = (
         ", ".join(f"{count} {kind}" for kind, count in sorted(collectives(program).items()))
@@ -151,7 +164,7 @@ def _log_summary(program: Program, call: Call, seconds: float) -> None:
         else getattr(call.target, "__name__", "function"),
         call.describe(),
         seconds,
-        len(program.flat.nodes),
+        sum(count for _, count in program.nodes()),
         len(regions),
         distinct,
         counts,

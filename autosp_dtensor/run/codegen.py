@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 from ..capture.tap import Tap
 from ..capture.targets import Opaque
 from ..graph import facts
-from ..lower import Collective, Drawn, Region, bound
+from ..lower import Call, Collective, Drawn, Region, bound
 from ..lower import collectives as wire
 from ..lower.layout import take_shard
 from ..lower.random import Seeded, mix
@@ -32,44 +32,31 @@ class Link:
 
 
 def compile_region(
-    region: Region,
-    link: Link,
-    calls: dict[int, Callable[..., Any]],
-    shared: dict[Any, Callable[..., Any]],
+    region: Region, link: Link, shared: dict[Any, Callable[..., Any]]
 ) -> Callable[..., tuple[Any, ...]]:
-    """A function of (seed, states..., inputs...) that returns the region's results.
+    """A function of (seed, children, states..., inputs...) that returns the region's results.
+
+    children: what to call for each of `region.calls`, in order.
 
     Args:
-        calls: what to call for each child region, by id.
         shared: compiled functions by source and constants; regions that are equal get the same one.
     """
-    writer = _Writer(link, calls)
+    writer = _Writer(link, region)
     source = writer.write(region)
     key = (source, tuple(writer.keys))
     if key not in shared:
         scope: dict[str, Any] = dict(writer.constants)
-        exec(compile(source, f"<autosp {region.path or 'root'}>", "exec"), scope)
+        exec(compile(source, "<autosp region>", "exec"), scope)
         shared[key] = scope["region"]
-    if not writer.children:
-        return shared[key]
-    return _with_children(shared[key], writer.children)
-
-
-def _with_children(
-    function: Callable[..., Any], children: list[Callable[..., Any]]
-) -> Callable[..., Any]:
-    def region(seed: int, *args: Any) -> tuple[Any, ...]:
-        return function(seed, children, *args)
-
-    return region
+    return shared[key]
 
 
 class _Writer:
-    def __init__(self, link: Link, calls: dict[int, Callable[..., Any]]) -> None:
-        self.link, self.calls = link, calls
+    def __init__(self, link: Link, region: Region) -> None:
+        self.link = link
+        self.children = {call: index for index, call in enumerate(region.calls)}
         self.constants: dict[str, Any] = {}
         self.keys: list[Any] = []
-        self.children: list[Callable[..., Any]] = []
         self.draws = 0
         self._names: dict[Any, str] = {}
 
@@ -90,14 +77,13 @@ class _Writer:
                 dead = [names[n] for n in last.get(node, ())]
                 if dead:
                     lines.append("del " + ", ".join(dead))
-        head = ["seed", *(["children"] if self.children else []), *params]
+        head = ["seed", "children", *params]
         return f"def region({', '.join(head)}):\n" + "".join(f"    {line}\n" for line in lines)
 
     def _call(self, node: Node, names: dict[Node, str]) -> str:
         target: Any = node.target
-        if isinstance(target, Region):
-            self.children.append(self.calls[id(target)])
-            index = len(self.children) - 1
+        if isinstance(target, Call):
+            index = self.children[target]
             seed = f"{self._constant(mix)}(seed, {-1 - index})"
             args = ", ".join([seed, *(names[a] for a in node.args)])  # type: ignore[index]
             return f"children[{index}]({args})"

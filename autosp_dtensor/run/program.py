@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..capture import Captured
 from ..capture.tap import Tap
 from ..errors import PlacementError
 from ..graph import Meta, Origin, describe, facts
+from ..lower import Call as RegionCall
 from ..lower import Collective, Drawn, Region
 from ..lower.collectives import scale_grad
 from ..placement import Placement, Shard, chunk_sizes
@@ -49,33 +51,21 @@ class Program:
     def bind(self) -> None:
         """Compile every region for this rank."""
         link = Link(self.mesh.get_group(), self.mesh.get_local_rank(), self.mesh.size(), self._tap)
-        shared: dict[Any, Callable[..., Any]] = {}
-        self.random = any(isinstance(n.target, Drawn) for n in self.flat.nodes)
-        self._run = self._bind(self.root, link, shared)
-        self.distinct = len(shared) - 1
+        binder = _Binder(self, link)
+        self.random = any(isinstance(node.target, Drawn) for node, _ in self.nodes())
+        self._run = binder.bind(self.root, "")
+        self.distinct = len(binder.shared) - 1
         output = next(n for n in self.placed.nodes if n.op == "output")
         known = facts(output)
         self._results = list(zip(known.outs, known.placements, strict=True))
 
-    def _bind(
-        self, region: Region, link: Link, shared: dict[Any, Any]
-    ) -> Callable[..., tuple[Any, ...]]:
-        calls = {id(child): self._bind(child, link, shared) for child in region.children}
-        function = compile_region(region, link, calls, shared)
-        states = [
-            _state_reader(self.live, origin, self.captured.consts) for origin in region.states
-        ]
-
-        def run(seed: int, *inputs: Any) -> tuple[Any, ...]:
-            return function(seed, *[read() for read in states], *inputs)
-
-        if region.scope is None or self.live is None:
-            return run
-        module = self.live.get_submodule(region.path)
-        called = _through_module(module, run) if fsdp_policy(module) is not None else run
-        return (
-            _checkpointed(called) if self.captured.calls[region.scope.call].checkpointed else called
-        )
+    def nodes(self) -> Iterator[tuple[Node, int]]:
+        """Every operation of the program, with how often it stands there."""
+        counts: Counter[Region] = Counter(region for _, region in self.root.walk())
+        for region, count in counts.items():
+            for node in region.graph.nodes:
+                if node.op == "call_function" and not isinstance(node.target, RegionCall):
+                    yield node, count
 
     def _tap(
         self, tap: Tap, placements: tuple[Placement, ...], metas: tuple[Meta, ...]
@@ -140,7 +130,7 @@ class Program:
         order in each process, and some models trace so.
         """
         ordered, rest = [], []
-        for node in self.flat.nodes:
+        for node, count in self.nodes():
             known = facts(node)
             name = (
                 node.target
@@ -150,7 +140,7 @@ class Program:
             constants = map_aggregate(
                 (node.args, node.kwargs), lambda v: "%" if isinstance(v, Node) else v
             )
-            row = f"{name} {getattr(node.target, 'moves', '')} {constants} {known.outs} {known.placements}"
+            row = f"{name} {getattr(node.target, 'moves', '')} {constants} {known.outs} {known.placements} x{count}"
             sends = isinstance(node.target, Collective) and node.target.sends
             (ordered if sends or isinstance(node.target, Drawn) else rest).append(row)
         return _ADDRESS.sub("", "\n".join([*ordered, *sorted(rest)]))
@@ -165,6 +155,48 @@ class Program:
             if now is not old and not _same(now, old):
                 return False
         return True
+
+
+class _Binder:
+    """Gives every call of a region its parameters, and what must happen around it."""
+
+    def __init__(self, program: Program, link: Link) -> None:
+        self.program, self.link = program, link
+        self.shared: dict[Any, Callable[..., Any]] = {}
+        self.compiled: dict[Region, Callable[..., Any]] = {}
+
+    def bind(self, region: Region, base: str) -> Callable[..., tuple[Any, ...]]:
+        """The region's function with states read from the live modules under `base`."""
+        if region not in self.compiled:
+            self.compiled[region] = compile_region(region, self.link, self.shared)
+        function = self.compiled[region]
+        children = [self._call(call, base) for call in region.calls]
+        program = self.program
+        states = [
+            _state_reader(program.live, _under(origin, base), program.captured.consts)
+            for origin in region.states
+        ]
+
+        def run(seed: int, *inputs: Any) -> tuple[Any, ...]:
+            return function(seed, children, *[read() for read in states], *inputs)
+
+        return run
+
+    def _call(self, call: RegionCall, base: str) -> Callable[..., tuple[Any, ...]]:
+        path = f"{base}.{call.path}" if base else call.path
+        run = self.bind(call.region, path if call.rebased else base)
+        live = self.program.live
+        assert live is not None
+        module = live.get_submodule(path)
+        if fsdp_policy(module) is not None:
+            run = _through_module(module, run)
+        return _checkpointed(run) if self.program.captured.calls[call.number].checkpointed else run
+
+
+def _under(origin: Origin, base: str) -> Origin:
+    if not base or origin.kind not in ("param", "buffer", "attr"):
+        return origin
+    return Origin(origin.kind, f"{base}.{origin.module}" if origin.module else base, origin.name)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ...graph import Meta
-from ...placement import Partial, Shard
+from ...placement import Partial, Placement, Replicate, Shard
 from ..rule import FactorRule, Factors, Local, Op, Option, Rule, Slot, argument, dims_of
 
 __all__ = ["RULES"]
@@ -24,7 +25,10 @@ def along(position: int, default: Any = None, keyword: str = "dim") -> FactorRul
 
     def factors(op: Op) -> Factors:
         rank = len(op.ins[0].shape)
-        dims = dims_of(argument(op, position, keyword, default), rank)
+        given = argument(op, position, keyword, default)
+        if len(op.args) > position + 1 and keyword == "dims" and isinstance(given, int):
+            given = op.args[position:]  # x.flip(1, 2)
+        dims = dims_of(given, rank)
         names = _names(rank)
         outs = []
         for meta in op.outs:
@@ -70,11 +74,9 @@ def matrix_whole(op: Op) -> Factors:
 
 def _reduced(op: Op) -> tuple[tuple[int, ...], bool]:
     rank = len(op.ins[0].shape)
-    position = 2 if op.name in ("norm", "vector_norm") else 1
+    position = 2 if op.name.endswith("norm") else 1
     dim = argument(op, position, "dim", None)
-    if dim is None and "axis" in op.kwargs:
-        dim = op.kwargs["axis"]
-    if isinstance(dim, torch.dtype):
+    if isinstance(dim, (torch.dtype, bool)):  # x.sum(dtype), x.std(unbiased)
         dim = None
     dims = dims_of(dim, rank)
     keep = bool(op.outs) and len(op.outs[0].shape) == rank and rank > 0
@@ -112,7 +114,10 @@ def mean_term(
     x: torch.Tensor, dims: tuple[int, ...], keepdim: bool, count: int, dtype: torch.dtype | None
 ) -> torch.Tensor:
     """A rank's term of a mean over `count` elements in all."""
-    return x.sum(dims, keepdim=keepdim, dtype=dtype) / count
+    wide = (
+        torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    )  # a sum may overflow
+    return (x.sum(dims, keepdim=keepdim, dtype=dtype or wide) / count).to(dtype or x.dtype)
 
 
 class OneOrTwo(Rule):
@@ -256,6 +261,29 @@ def same_size_factors(op: Op) -> Factors:
     return Factors((tuple(out[offset:]),), (tuple(out),), frozenset(n for n in out if n))
 
 
+def unfold_factors(op: Op) -> Factors:
+    """x.unfold(dim, size, step): `dim` is whole; windows are a new last dim."""
+    rank = len(op.ins[0].shape)
+    dim = argument(op, 1, "dimension") % rank
+    names = tuple(None if d == dim else str(d) for d in range(rank))
+    return Factors((names,), ((*names, None),), frozenset(n for n in names if n))
+
+
+def batch_alone(op: Op) -> Factors:
+    """group_norm: local on the batch."""
+    rank = len(op.ins[0].shape)
+    names = ("b", *(None,) * (rank - 1))
+    others = tuple((None,) * len(meta.shape) for meta in op.ins[1:])
+    return Factors((names, *others), (names,), frozenset("b"))
+
+
+class ReadsNothing(Rule):
+    """x.new_zeros(shape) and the like take dtype and device from a tensor, no value: whole whatever x is."""
+
+    def as_is(self, op: Op, placements: Sequence[Placement]) -> Option:
+        return Option(tuple(placements), (Replicate(),) * len(op.outs))
+
+
 def _pointwise_on_two() -> Rule:
     from .pointwise import POINTWISE
 
@@ -270,6 +298,11 @@ RULES: dict[str, Rule] = {
         along(1, -1),
     ),
     "gumbel_softmax": along(4, -1),
+    "diff": along(2, -1),
+    "unfold": FactorRule(unfold_factors),
+    "group_norm": FactorRule(batch_alone),
+    "instance_norm": FactorRule(batch_alone),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"), ReadsNothing()),
     "normalize": along(2, 1),
     "flip": along(1, keyword="dims"),
     "roll": along(2, None, keyword="dims"),
@@ -284,7 +317,7 @@ RULES: dict[str, Rule] = {
     "sum": _SUM,
     "mean": FactorRule(sum_factors, localize_mean),
     **dict.fromkeys(
-        ("prod", "amax", "amin", "argmax", "argmin", "any", "all", "std", "var", "norm", "vector_norm",
+        ("prod", "amax", "amin", "argmax", "argmin", "any", "all", "std", "var", "norm", "linalg_norm", "linalg_vector_norm",
          "logsumexp", "median", "count_nonzero", "std_mean", "var_mean"),
         _KEEP,
     ),

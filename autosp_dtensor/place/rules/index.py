@@ -189,17 +189,16 @@ class GetitemRule(Rule):
             position - o if own else 0 for o, own in zip(placed.offsets, owner, strict=True)
         )
         items[entry.position] = PerRank(inside)
-        return Local(pick, (Slot(0), tuple(items), PerRank(tuple(int(own) for own in owner))))
+        owned = PerRank(tuple(int(own) for own in owner))
+        return Local(pick, (Slot(0), tuple(items), placed.dim, owned))
 
 
-def pick(x: torch.Tensor, index: tuple[Any, ...], owned: int) -> torch.Tensor:
-    """x[index] on the rank that owns the position, zeros elsewhere; with a gradient path on every
-    rank.
+def pick(x: torch.Tensor, index: tuple[Any, ...], dim: int, owned: int) -> torch.Tensor:
+    """x[index] on the rank that owns the position of the cut dim, zeros elsewhere; with a gradient
+    path on every rank.
     """
     if owned:
         return x[index]
-    at = next(k for k, item in enumerate(index) if isinstance(item, int))
-    dim = sum(item is not None for item in index[:at])
     zeros = x.narrow(dim, 0, 0).sum(
         dim, keepdim=True
     )  # also where this rank holds no position at all

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..rule import FactorRule, Factors, Op, argument
+from ...placement import Shard
+from ..rule import FactorRule, Factors, Local, Op, Option, argument
 
 __all__ = ["RULES"]
 
@@ -85,6 +86,8 @@ def einsum_factors(op: Op) -> Factors:
 def embedding_factors(op: Op) -> Factors:
     """ids [...], table [v, d] -> [..., d]. Local on the dims of ids, and on d."""
     lead = _numbered("i", len(op.ins[0].shape))
+    if argument(op, 5, "scale_grad_by_freq", False):  # the gradient counts ids over all tokens
+        return Factors((lead, ("v", "d")), ((*lead, "d"),), frozenset("d"), prefer=("d",))
     return Factors(
         (lead, ("v", "d")), ((*lead, "d"),), frozenset((*lead, "d")), prefer=(*lead, "d")
     )
@@ -112,6 +115,16 @@ def convolution_factors(op: Op) -> Factors:
     )
 
 
+def localize_convolution(op: Op, option: Option) -> Local:
+    """Where channels are split and each has its own filter, a rank has as many groups as channels."""
+    channels = option.ins[1]
+    if not isinstance(channels, Shard) or argument(op, 6, "groups", 1) == 1:
+        return Local(op.target, op.args, op.kwargs)
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs, "groups": channels.length()}
+    return Local(op.target, (given.pop("input"), given.pop("weight")), given)
+
+
 def outer_factors(op: Op) -> Factors:
     return Factors((("m",), ("n",)), (("m", "n"),), frozenset(("m", "n")))
 
@@ -132,7 +145,7 @@ RULES = {
     "ger": FactorRule(outer_factors),
     "einsum": FactorRule(einsum_factors),
     "embedding": FactorRule(embedding_factors),
-    "conv1d": FactorRule(convolution_factors),
-    "conv2d": FactorRule(convolution_factors),
-    "conv3d": FactorRule(convolution_factors),
+    **dict.fromkeys(
+        ("conv1d", "conv2d", "conv3d"), FactorRule(convolution_factors, localize_convolution)
+    ),
 }
