@@ -135,6 +135,8 @@ def fsdp_param_dtypes(model: nn.Module) -> Iterator[tuple[int, str, torch.dtype]
     for module in model.modules():
         for group in fsdp_groups(module):
             for managed in group.fsdp_params:
+                if getattr(managed, "is_dtensor", False):
+                    continue  # sharded before FSDP2 came: a tensor-parallel parameter
                 dtype = managed.mp_policy.param_dtype or managed.sharded_param.dtype
                 if not managed.sharded_param.dtype.is_floating_point:
                     dtype = managed.sharded_param.dtype

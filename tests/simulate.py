@@ -2,7 +2,8 @@
 
 A value is a list with one local tensor for each rank. Local calls run once for each rank; a
 collective joins the list into the whole and cuts it again, by index and in plain torch, so autograd
-goes through the whole simulation and nothing of `lower/collectives.py` or `lower/layout.py` is used.
+goes through the whole simulation, and nothing of `lower/collectives.py` or `lower/layout.py` is
+used.
 
 The convention of gradients needs no care: each rank's loss counts once, so the gradient of a shared
 parameter is n times the mean over ranks of what each would hold.
@@ -11,10 +12,11 @@ parameter is n times the mean over ranks of what each would hold.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
@@ -29,6 +31,16 @@ from autosp_dtensor.placement import Partial, Placement, Replicate, Shard
 from autosp_dtensor.tree import flatten
 
 Locals = list[Any]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors here are tiny: threads would only wait for each other. Folders import it in their
+    conftest.py."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 # -- placements, by index ----------------------------------------------------------------------

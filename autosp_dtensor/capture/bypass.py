@@ -43,7 +43,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
             with recorder.checkpointed():
                 return args[0](*args[2:])
         run = functools.partial(apply.__func__, cls)  # type: ignore[union-attr]
-        return recorder.opaque(cls.apply, run, args, kwargs, name=cls.__name__)
+        return recorder.opaque(cls, run, args, kwargs, name=cls.__name__)
 
     def recorded_non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
         with recorder.checkpointed():

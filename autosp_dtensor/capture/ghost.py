@@ -21,7 +21,7 @@ from .._torch import (
     module_hook_dicts,
     original_class,
 )
-from ..errors import CaptureError
+from ..errors import CaptureError, MeshError
 from ..graph import Origin
 
 __all__ = ["MISSING", "Ghost", "changed_attributes", "make_ghost"]
@@ -65,6 +65,13 @@ def make_ghost(live: nn.Module, fake_mode: FakeTensorMode) -> Ghost:
         if tensor is None:
             return None
         if id(tensor) not in fakes:
+            if isinstance(tensor, DTensor) and (id(module), name) not in compute_dtypes:
+                raise MeshError(
+                    f"parameter {path}.{name} is a DTensor on {tensor.device_mesh}.",
+                    have=f"{tuple(tensor.shape)} {tensor.placements}",
+                    why="its placement on that mesh is not FSDP2's, and programs are split over sp alone",
+                    fix="parallelize a model whose parameters are whole or sharded by fully_shard",
+                )
             dtype = compute_dtypes.get((id(module), name), tensor.dtype)
             fake = _fake(tensor, dtype, fake_mode, f"{path}.{name}")
             fakes[id(tensor)] = ghost.own(fake, Origin(kind, path, name))

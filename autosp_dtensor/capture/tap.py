@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .._torch import user_hooks
+from ..errors import UsageError
 from ..tree import Spec, flatten, unflatten
 
 __all__ = ["Tap", "tapped"]
@@ -65,9 +66,12 @@ class Tap:
         else:
             result = run_hooks(module, args, kwargs, result)
             leaves, spec = flatten(result)
-        assert spec == (self.call if self.when == "before" else self.result), (
-            f"a hook on {self.path} returned another structure than it was given"
-        )
+        if spec != (self.call if self.when == "before" else self.result):
+            raise UsageError(
+                f"a hook on {self.path} returned another structure than it was given.",
+                why="the program after it was traced with the module's own",
+                fix="return a value of the same structure, or None",
+            )
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

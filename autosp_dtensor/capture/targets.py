@@ -92,7 +92,13 @@ class OutOfPlace(_Wrapped):
 
 
 class Opaque(_Wrapped):
-    """A function recorded as one node without being looked into."""
+    """A function, or a subclass of torch.autograd.Function, recorded as one node without being
+    looked into.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.func.apply if isinstance(self.func, type) else self.func  # type: ignore[attr-defined]
+        return call(*args, **kwargs)
 
 
 class UnderAutocast(_Wrapped):

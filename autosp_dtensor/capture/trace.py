@@ -174,7 +174,7 @@ class Recorder(TorchFunctionMode):
                 f"forward calls {name}() on a tensor.",
                 where=self.where(),
                 why=_REFUSED[name],
-                fix="move it out of forward, or exclude this module from the traced model",
+                fix="move it out of forward",
             )
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)  # type: ignore[misc]
         inplace = inplace_argument(func, args, kwargs)

@@ -7,6 +7,7 @@ from torch.fx import Graph
 from ..placement import Placement
 from .blocks import PlacedBlock, outline_blocks
 from .canonical import canonicalize
+from .masks import ReadState
 from .placer import Placer, redistribute
 
 __all__ = ["PlacedBlock", "place", "redistribute"]
@@ -20,6 +21,7 @@ def place(
     whole_results: frozenset[int] = frozenset(),
     blocks: frozenset[str] = frozenset(),
     regions: frozenset[str] = frozenset(),
+    read: ReadState | None = None,
 ) -> Graph:
     """Place every node of a captured graph.
 
@@ -33,11 +35,12 @@ def place(
         blocks: paths of modules that repeat; equal calls of them are placed once.
         regions: paths of modules that become regions (blocks that differ in those inside are not
             equal).
+        read: gives the value of a buffer; masks kept in buffers are then recognized.
 
     Raises:
         PlacementError: an operation on sharded values has no rule; all such operations are listed.
     """
-    graph = canonicalize(graph, axis_size)
+    graph = canonicalize(graph, axis_size, read)
     if blocks:
         graph = outline_blocks(graph, set(blocks), set(regions))
     return Placer(graph, axis_size, inputs, seq_dim, whole_results).run()

@@ -12,16 +12,24 @@ import torch
 from torch.fx import Graph, Node
 
 from ..graph import Facts, Meta, facts, set_facts, short_name
-from .masks import Pattern, recognize
+from .fuse import fuse_attention
+from .masks import Pattern, ReadState, recognize
 
 __all__ = ["canonicalize", "target_weight"]
 
 
-def canonicalize(graph: Graph, axis_size: int) -> Graph:
+def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) -> Graph:
     """Means over tokens become sums over a global count; masks that say no more than causal go; few
     key heads are repeated.
     """
     patterns: dict[Node, Pattern | None] = {}
+
+    def pattern_of(mask: Node) -> Pattern | None:
+        if mask not in patterns:
+            patterns[mask] = recognize(mask, read)
+        return patterns[mask]
+
+    fuse_attention(graph, pattern_of)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -31,7 +39,7 @@ def canonicalize(graph: Graph, axis_size: int) -> Graph:
         elif name in _ELEMENT_LOSSES:
             _element_loss_mean(graph, node, name)
         elif name == "scaled_dot_product_attention":
-            _drop_plain_mask(node, patterns)
+            _drop_plain_mask(node, pattern_of)
             _repeat_key_heads(graph, node, axis_size)
     graph.lint()
     return graph
@@ -240,7 +248,7 @@ _SDPA_NAMES = (
 )
 
 
-def _drop_plain_mask(node: Node, patterns: dict[Node, Pattern | None]) -> None:
+def _drop_plain_mask(node: Node, pattern_of: Callable[[Node], Pattern | None]) -> None:
     """A mask proved to be causal, or to allow all, is said by the kernel's own argument; what built
     it is dead code.
     """
@@ -248,12 +256,11 @@ def _drop_plain_mask(node: Node, patterns: dict[Node, Pattern | None]) -> None:
     mask = given.get("attn_mask")
     if not isinstance(mask, Node) or given.get("is_causal"):
         return
-    if mask not in patterns:
-        patterns[mask] = recognize(mask)
-    if patterns[mask] is None:
+    pattern = pattern_of(mask)
+    if pattern is None:
         return
     given["attn_mask"] = None
-    given["is_causal"] = patterns[mask] is Pattern.CAUSAL
+    given["is_causal"] = pattern is Pattern.CAUSAL
     node.args = (given.pop("query"), given.pop("key"), given.pop("value"))
     node.kwargs = given
 

@@ -8,6 +8,7 @@ for this rank's positions alone), or a redistribute node. Nothing is redistribut
 
 from __future__ import annotations
 
+import logging
 import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +29,7 @@ from .table import find_rule
 __all__ = ["Placer", "redistribute"]
 
 REPLICATE = Replicate()
+log = logging.getLogger("autosp_dtensor")
 
 
 def redistribute(x: torch.Tensor, source: Placement, target: Placement) -> torch.Tensor:
@@ -256,8 +258,30 @@ class Placer:
         placed = self._emit(node, op, rule, option, tensors, homes)
         if op.single:
             self._keep_call(node, placed, option, homes, rule, op, tensors)
+            self._split_again(node, values)
         else:
             self.tuples[node] = (placed, option, homes)
+
+    def _split_again(self, node: Node, values: list[Value]) -> None:
+        """After an operation that needed the whole sequence on every rank, go on with this rank's
+        part.
+        """
+        value = self.values[node]
+        if not isinstance(value.placement, Replicate) or value.home is None:
+            return
+        gathered = [
+            v for v in values if isinstance(v.placement, Shard) and not self._free_whole(v.source)
+        ]
+        if not gathered or not value.facts.meta.dtype.is_floating_point:
+            return
+        log.warning(
+            "%s at %s: no dim is left to split it on; every rank gathers %.1f MiB and computes all of it",
+            short_name(node.target),
+            facts(node).source,
+            sum(v.facts.meta.nbytes for v in gathered) / 2**20,
+        )
+        self.want(node, value.home)
+        value.placement = value.home
 
     def _keep_call(self, node, placed, option, homes, rule, op, tensors) -> None:
         value = Value(node, option.outs[0], homes[0], {option.outs[0]: placed}, rule, op, tensors)

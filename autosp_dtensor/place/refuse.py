@@ -57,9 +57,6 @@ class Refusals:
 
 def _full_name(target: Callable[..., Any]) -> str:
     inner: Any = getattr(target, "func", target)
-    owner = getattr(inner, "__self__", None)
-    if getattr(inner, "__name__", "") == "apply" and isinstance(owner, type):
-        return owner.__name__
     if isinstance(getattr(torch.Tensor, getattr(inner, "__name__", ""), None), type(inner)):
         return f"torch.Tensor.{inner.__name__}"
     module = getattr(inner, "__module__", None) or "torch"

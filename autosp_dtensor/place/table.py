@@ -34,7 +34,6 @@ def find_rule(target: Callable[..., Any], name: str, known: Facts) -> Rule | Non
     key = target.func if isinstance(target, (Opaque, UnderAutocast)) else target
     if isinstance(key, Tap):
         return _TAP
-    key = getattr(key, "__self__", key) if getattr(key, "__name__", "") == "apply" else key
     for each in (key, getattr(key, "overloadpacket", None)):
         if each is not None and each in USER_RULES:
             return USER_RULES[each]

@@ -19,6 +19,7 @@ from ..graph import facts
 from ..lower import Collective, cut_regions, lower
 from ..place import place
 from ..place.seeds import seed_inputs
+from .constants import Constants
 from .program import Program
 
 __all__ = ["Options", "build", "check_devices", "sequence_length"]
@@ -40,6 +41,7 @@ def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
     live = call.target if isinstance(call.target, nn.Module) else None
     captured = capture(call)
     _check_length(captured, call, mesh.size(), options)
+    constants = Constants(live)
     written = frozenset(index for origin, index in captured.writes if origin.kind == "buffer")
     checkpointed = {call.scope.path for call in captured.calls if call.checkpointed}
     blocks, regions = block_paths(live), region_paths(live, checkpointed)
@@ -51,10 +53,13 @@ def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
         written,
         frozenset(blocks),
         frozenset(regions),
+        constants.read,
     )
     flat = lower(placed, mesh.size(), captured.fake_mode)
     root = cut_regions(flat, regions)
-    program = Program(captured, placed, flat, root, mesh, live, grad=torch.is_grad_enabled())
+    program = Program(
+        captured, placed, flat, root, mesh, live, constants, grad=torch.is_grad_enabled()
+    )
     program.bind()
     _log_summary(program, call, time.perf_counter() - started)
     return program

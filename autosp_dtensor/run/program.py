@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from .._torch import fsdp_hooks_alone, fsdp_policy
 from ..capture import Captured
 from ..capture.tap import Tap
-from ..errors import PlacementError
+from ..errors import PlacementError, UsageError
 from ..graph import Meta, Origin, describe, facts
 from ..lower import Call as RegionCall
 from ..lower import Collective, Drawn, Region
@@ -28,6 +28,7 @@ from ..lower.collectives import scale_grad
 from ..placement import Placement, Shard, chunk_sizes
 from .border import as_dtensor, to_local
 from .codegen import Link, compile_region
+from .constants import Constants
 
 __all__ = ["Program"]
 
@@ -42,6 +43,7 @@ class Program:
     root: Region
     mesh: DeviceMesh
     live: nn.Module | None
+    constants: Constants
     random: bool = False
     distinct: int = 0
     grad: bool = True
@@ -92,9 +94,11 @@ class Program:
         def back(value: torch.Tensor, placement: Placement) -> torch.Tensor:
             if not isinstance(placement, Shard):
                 return value.full_tensor() if isinstance(value, DTensor) else value
-            assert isinstance(value, DTensor), (
-                f"a hook on {tap.path} returned a plain tensor for a split one"
-            )
+            if not isinstance(value, DTensor):
+                raise UsageError(
+                    f"a hook on {tap.path} returned a plain tensor for a value split over sp.",
+                    fix="compute on the DTensor that the hook is given, or return None",
+                )
             value = value.redistribute(placements=[TorchShard(placement.dim)])
             local = to_local(value)
             return scale_grad(1.0 / n, local) if local.requires_grad and n > 1 else local
@@ -154,7 +158,7 @@ class Program:
             now = self.live.get_submodule(path).__dict__.get(name, _MISSING)
             if now is not old and not _same(now, old):
                 return False
-        return True
+        return self.constants.unchanged()
 
 
 class _Binder:

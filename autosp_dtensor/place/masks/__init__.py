@@ -2,6 +2,7 @@
 them.
 """
 
-from .prove import Pattern, recognize
+from .expression import ReadState
+from .prove import MASKED_BELOW, Pattern, recognize
 
-__all__ = ["Pattern", "recognize"]
+__all__ = ["MASKED_BELOW", "Pattern", "ReadState", "recognize"]

@@ -15,11 +15,12 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from ...capture.targets import OutOfPlace
-from ...graph import facts, short_name
+from ...graph import Origin, facts, short_name
 from ..rules.pointwise import RULES, is_pointwise
 
-__all__ = ["Expression", "NotStatic", "Rect"]
+__all__ = ["Expression", "NotStatic", "ReadState", "Rect"]
 
+ReadState = Callable[[Origin], torch.Tensor | None]
 Rect = tuple[int, int, int, int]  # rows from, rows to, columns from, columns to
 Bounds = tuple[float, float]
 _SMALL = 1 << 24
@@ -51,8 +52,9 @@ class NotStatic(Exception):
 class Expression:
     """One mask. `rows` and `columns` are the lengths of its last two dims."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, read: ReadState | None = None) -> None:
         self.node = node
+        self.read = read
         self.rows, self.columns = facts(node).meta.shape[-2:]
         self._small: dict[Node, Any] = {}
 
@@ -80,6 +82,8 @@ class Expression:
         if node in self._small:
             return self._small[node]
         known = facts(node)
+        if node.op == "get_attr":
+            return self._buffer(node)
         if (
             node.op != "call_function"
             or known.random
@@ -90,6 +94,14 @@ class Expression:
         args, kwargs = map_aggregate((node.args, node.kwargs), self._argument)  # type: ignore[misc]
         with torch.no_grad():
             value = node.target(*args, **kwargs)  # type: ignore[operator]
+        self._small[node] = value
+        return value
+
+    def _buffer(self, node: Node) -> torch.Tensor:
+        origin = facts(node).origin
+        value = None if self.read is None or origin is None else self.read(origin)
+        if value is None:
+            raise NotStatic(node.name)
         self._small[node] = value
         return value
 
@@ -115,6 +127,8 @@ class Expression:
     def _exact(self, node: Node, rect: Rect) -> torch.Tensor:
         if not self._is_large(node):
             return self._cut(node, rect)
+        if node.op == "get_attr":
+            return self._value(node)[..., rect[0] : rect[1], rect[2] : rect[3]]
         name = short_name(node.target)
         if name in _KEEP_LAST_TWO or name == "getitem":
             return self._exact(self._same_plane(node), rect)
@@ -173,6 +187,9 @@ class Expression:
             if value.numel() == 0:
                 return None
             return float(value.min()), float(value.max())
+        if node.op == "get_attr":
+            part = self._value(node)[..., rect[0] : rect[1], rect[2] : rect[3]]
+            return float(part.min()), float(part.max())
         name = short_name(node.target)
         if name in _KEEP_LAST_TWO or name == "getitem":
             return self._bounds(self._same_plane(node), rect)

@@ -10,14 +10,14 @@ import torch
 from torch.fx import Node
 
 from ...graph import facts
-from .expression import Expression, NotStatic, Rect
+from .expression import Expression, NotStatic, ReadState, Rect
 
-__all__ = ["Pattern", "recognize"]
+__all__ = ["MASKED_BELOW", "Pattern", "recognize"]
 
 _LEAF = 512
 # A float mask forbids by so much or more: exp(score + it) is then exactly 0 for any score below 5e8
 # (models write -inf, the dtype's least value, or -1e9).
-_MASKED_BELOW = -1e9
+MASKED_BELOW = -1e9
 
 
 class Pattern(Enum):
@@ -27,7 +27,7 @@ class Pattern(Enum):
     CAUSAL = "causal"
 
 
-def recognize(mask: Node) -> Pattern | None:
+def recognize(mask: Node, read: ReadState | None = None) -> Pattern | None:
     """FULL (every key allowed), CAUSAL (keys up to the query's own position), or None.
 
     Bool masks allow where True; float masks where 0, and forbid by -inf or the dtype's least value.
@@ -37,7 +37,7 @@ def recognize(mask: Node) -> Pattern | None:
     meta = facts(mask).meta
     if len(meta.shape) < 2 or meta.requires_grad:
         return None
-    expression = Expression(mask)
+    expression = Expression(mask, read)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the rectangles are small: threads would wait for each other
     try:
@@ -113,7 +113,7 @@ def _decide(expression: Expression, bounds: tuple[float, float]) -> bool | None:
 
 def _least(expression: Expression) -> float:
     dtype = facts(expression.node).meta.dtype
-    return max(_MASKED_BELOW, torch.finfo(dtype).min) if dtype.is_floating_point else _MASKED_BELOW
+    return max(MASKED_BELOW, torch.finfo(dtype).min) if dtype.is_floating_point else MASKED_BELOW
 
 
 def _equal(expression: Expression, pattern: Pattern, rect: Rect) -> bool:

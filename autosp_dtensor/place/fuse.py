@@ -1,0 +1,238 @@
+"""Attention written by hand, as matmul, softmax, matmul, becomes one call of
+scaled_dot_product_attention.
+
+Only where the result stays the same up to rounding: the scores are used for nothing else, every
+mask is proved causal or empty, and softmax is not computed in fewer bits than the queries have.
+Scores [.., S, T] then exist nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from ..graph import facts, set_facts, short_name
+from .masks import MASKED_BELOW, Pattern
+
+__all__ = ["fuse_attention"]
+
+Recognize = Callable[[Node], Pattern | None]
+_CASTS = {"to", "float", "double", "half", "bfloat16", "type_as", "type"}
+
+
+@dataclass
+class _Scores:
+    """What was found on the way from softmax back to the product of queries and keys."""
+
+    product: Node | None = None
+    scale: float = 1.0
+    masks: list[Node] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+
+
+def fuse_attention(graph: Graph, recognize: Recognize) -> Graph:
+    """Rewrite each hand-written attention that qualifies; others stay as they are. Values change by
+    rounding.
+    """
+    for node in list(graph.nodes):
+        if node.op == "call_function" and short_name(node.target) == "softmax":
+            _fuse(graph, node, recognize)
+    graph.lint()
+    return graph
+
+
+def _fuse(graph: Graph, softmax: Node, recognize: Recognize) -> None:
+    if not _is_last_dim(softmax):
+        return
+    scores = _walk_back(softmax.args[0])
+    final, dropout_p = _walk_forward(softmax)
+    if scores is None or scores.product is None or final is None:
+        return
+    query, keys = scores.product.args[:2]
+    value = final.args[1]
+    if not all(isinstance(n, Node) for n in (query, keys, value)) or not _fits(
+        query, keys, value, softmax
+    ):
+        return
+    patterns = [recognize(mask) for mask in scores.masks]
+    if any(pattern is None for pattern in patterns):
+        return
+    assert isinstance(query, Node) and isinstance(keys, Node) and isinstance(value, Node)
+    known = facts(final)
+    with graph.inserting_before(final):
+        key = graph.call_function(torch.Tensor.transpose, (keys, -2, -1))
+        shape = facts(keys).meta.shape
+        meta = replace(facts(keys).meta, shape=(*shape[:-2], shape[-1], shape[-2]))
+        set_facts(
+            key,
+            replace(
+                facts(keys), outs=(meta,), scope=known.scope, origin=None, aten=(), random=False
+            ),
+        )
+        causal = Pattern.CAUSAL in patterns
+        options = {"dropout_p": dropout_p, "is_causal": causal, "scale": scores.scale}
+        fused = graph.call_function(F.scaled_dot_product_attention, (query, key, value), options)
+        set_facts(fused, replace(known, random=dropout_p > 0, aten=()))
+    final.replace_all_uses_with(fused)
+
+
+def _is_last_dim(softmax: Node) -> bool:
+    dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs.get("dim")
+    return dim in (-1, len(facts(softmax).meta.shape) - 1)
+
+
+def _fits(query: Any, keys: Any, value: Any, softmax: Node) -> bool:
+    """Same leading dims, same dtype, and softmax in at least as many bits."""
+    q, k, v = (facts(n).meta for n in (query, keys, value))
+    bits = (
+        torch.finfo(facts(softmax).meta.dtype).bits
+        if facts(softmax).meta.dtype.is_floating_point
+        else 0
+    )
+    return (
+        len(q.shape) == len(k.shape) == len(v.shape)
+        and len(q.shape) in (3, 4)
+        and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype.is_floating_point
+        and bits >= torch.finfo(q.dtype).bits
+    )
+
+
+def _walk_back(start: Any) -> _Scores | None:
+    """From the argument of softmax to the product, through casts, masks, then scales; None where
+    there is more.
+    """
+    found = _Scores()
+    node = start
+    while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
+        name = short_name(node.target)
+        found.nodes.append(node)
+        if name in ("matmul", "bmm") and len(node.all_input_nodes) <= 2:
+            found.product = node
+            return found
+        if name in _CASTS:
+            node = node.args[0]
+            continue
+        step = _mask_step(node, name, found) or _scale_step(node, name, found)
+        if step is None:
+            return None
+        node = step
+    return None
+
+
+def _mask_step(node: Node, name: str, found: _Scores) -> Node | None:
+    """scores + mask, scores.masked_fill(mask, -inf), where(mask, scores, -inf): the scores, the
+    mask noted.
+    """
+    if found.scale != 1.0:
+        return None  # a mask added before the scale would be scaled as well
+    args = list(node.args)
+    if name == "add" and len(args) == 2 and all(isinstance(a, Node) for a in args):
+        sides = [a for a in args if _leads_to_product(a)]
+        if len(sides) == 1:
+            found.masks.append(args[1 - args.index(sides[0])])  # type: ignore[arg-type]
+            return sides[0]  # type: ignore[return-value]
+    elif name == "masked_fill" and len(args) == 3 and _forbids(args[2]):
+        found.masks.append(_not(node, args[1]))
+        return args[0]  # type: ignore[return-value]
+    elif name == "where" and len(args) == 3 and _forbids(args[2]):
+        found.masks.append(args[0])  # type: ignore[arg-type]
+        return args[1]  # type: ignore[return-value]
+    elif name == "where" and len(args) == 3 and _forbids(args[1]):
+        found.masks.append(_not(node, args[0]))
+        return args[2]  # type: ignore[return-value]
+    return None
+
+
+def _not(at: Node, mask: Any) -> Node:
+    """The opposite of a bool mask; dead code once it has been recognized."""
+    with at.graph.inserting_before(at):
+        node = at.graph.call_function(torch.logical_not, (mask,))
+    meta = replace(facts(mask).meta, dtype=torch.bool)
+    set_facts(node, replace(facts(at), outs=(meta,), aten=(torch.ops.aten.logical_not.default,)))
+    return node
+
+
+def _forbids(value: Any) -> bool:
+    number = _number(value)
+    return number is not None and number <= MASKED_BELOW
+
+
+def _number(value: Any) -> float | None:
+    """A Python number, or a scalar tensor made from one."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, Node) and facts(value).meta.shape == () and value.op == "call_function":
+        name, args = short_name(value.target), value.args
+        if name == "tensor" and args and isinstance(args[0], (int, float)):
+            return float(args[0])
+        if name == "full":
+            fill = args[1] if len(args) > 1 else value.kwargs.get("fill_value")
+            return float(fill) if isinstance(fill, (int, float)) else None
+        if name in _CASTS:
+            return _number(args[0])
+    return None
+
+
+def _leads_to_product(value: Any) -> bool:
+    while isinstance(value, Node) and value.op == "call_function":
+        name = short_name(value.target)
+        if name in ("matmul", "bmm"):
+            return True
+        if name not in _CASTS and name not in (
+            "mul",
+            "rmul",
+            "div",
+            "truediv",
+            "masked_fill",
+            "add",
+        ):
+            return False
+        value = value.args[0]
+    return False
+
+
+def _scale_step(node: Node, name: str, found: _Scores) -> Node | None:
+    """scores * number, scores / number."""
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    a, b = node.args
+    if name in ("mul", "rmul"):
+        for rest, other in ((a, b), (b, a)):
+            number = _number(other)
+            if number is not None and isinstance(rest, Node):
+                found.scale *= number
+                return rest
+    number = _number(b)
+    if name in ("div", "truediv") and number and isinstance(a, Node):
+        found.scale /= number
+        return a
+    return None
+
+
+def _walk_forward(softmax: Node) -> tuple[Node | None, float]:
+    """From softmax through casts and dropout to the product with the values; (it, dropout
+    probability).
+    """
+    node, probability = softmax, 0.0
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op != "call_function" or not user.args or user.args[0] is not node:
+            return None, 0.0
+        name = short_name(user.target)
+        if name in ("matmul", "bmm"):
+            return user, probability
+        if name == "dropout":
+            training = user.args[2] if len(user.args) > 2 else user.kwargs.get("training", True)
+            rate = user.args[1] if len(user.args) > 1 else user.kwargs.get("p", 0.5)
+            probability = float(rate) if training else 0.0  # type: ignore[arg-type]
+        elif name not in _CASTS:
+            return None, 0.0
+        node = user
+    return None, 0.0
