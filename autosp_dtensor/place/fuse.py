@@ -169,6 +169,15 @@ def _number(value: Any) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, Node) and facts(value).meta.shape == () and value.op == "call_function":
+        number = _scalar_number(value)
+        return (
+            None if number is None else torch.tensor(number, dtype=facts(value).meta.dtype).item()
+        )
+    return None
+
+
+def _scalar_number(value: Node) -> float | None:
+    if value.op == "call_function":
         name, args = short_name(value.target), value.args
         if name == "tensor" and args and isinstance(args[0], (int, float)):
             return float(args[0])

@@ -111,7 +111,7 @@ def _plan(op: Op) -> _Plan | None:
     ins: list[tuple[str | None, ...]] = [names]
     for meta in op.ins[1:]:
         ins.append(tuple(indexed[rank - len(meta.shape) :]))
-    known = {n for n in out if n}
+    known = {n for n in out if n and any(n in each for each in ins)}
     return _Plan(tuple(entries), Factors(tuple(ins), (tuple(out),), frozenset(known)))
 
 

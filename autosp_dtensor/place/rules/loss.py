@@ -28,7 +28,7 @@ def class_loss_factors(op: Op) -> Factors:
     weight = tuple((None,) for _ in op.ins[2:])
     reduction = argument(op, 6, "reduction", "mean")
     summed = reduction == "sum"
-    out = () if summed else tuple(tokens)
+    out = () if op.outs[0].shape == () else tuple(tokens)
     local = frozenset(tokens) if reduction in ("sum", "none") else frozenset()
     return Factors((scores, target, *weight), (out,), local, local if summed else frozenset())
 

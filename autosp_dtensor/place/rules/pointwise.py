@@ -77,7 +77,7 @@ _NAMES = (
 RULES = {name: POINTWISE for name in _NAMES.split()}
 _LOSSES = (
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "soft_margin_loss poisson_nll_loss gaussian_nll_loss"
+    "soft_margin_loss poisson_nll_loss"
 )
 RULES.update({name: FactorRule(element_loss_factors) for name in _LOSSES.split()})
 RULES["dropout"] = RULES["alpha_dropout"] = RULES["bernoulli"] = FactorRule(broadcast_factors)

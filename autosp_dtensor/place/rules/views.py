@@ -22,6 +22,8 @@ def reshape_shard(source: tuple[int, ...], target: tuple[int, ...], shard: Shard
     The same is said of the target with other numbers: [2, 8@sp, 6] -> [16@sp, 6] has outer 2,
     [12@sp] -> [4@sp, 3] divides the sizes by 3.
     """
+    if source == target:
+        return shard
     outer = math.prod(source[: shard.dim]) * shard.outer
     after = math.prod(source[shard.dim + 1 :])
     for dim, length in enumerate(target):
