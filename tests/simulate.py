@@ -24,10 +24,13 @@ from torch.fx.node import map_aggregate
 
 from autosp_dtensor.capture import Captured, capture, read_call
 from autosp_dtensor.graph import Origin, facts
-from autosp_dtensor.lower import Collective, Drawn, bound, lower
+from autosp_dtensor.lower import Call as RegionCall
+from autosp_dtensor.lower import Collective, Drawn, Region, bound, cut_regions, lower
 from autosp_dtensor.lower.random import Seeded
 from autosp_dtensor.place import place
 from autosp_dtensor.placement import Partial, Placement, Replicate, Shard
+from autosp_dtensor.run.build import block_paths, region_paths
+from autosp_dtensor.run.constants import Constants
 from autosp_dtensor.tree import flatten
 
 Locals = list[Any]
@@ -121,24 +124,49 @@ def run_whole(graph: Graph, inputs: Sequence[Tensor], state: Callable[[Origin], 
     return values
 
 
-def run_ranks(
-    graph: Graph, n: int, inputs: Sequence[Locals], state: Callable[[Origin], Any], seed: int = 0
-) -> dict[Node, Locals]:
-    """The values of a lowered graph on every rank."""
-    values: dict[Node, Locals] = {}
-    given = iter(inputs)
-    draws = 0
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            values[node] = next(given)
-        elif node.op == "get_attr":
-            values[node] = [state(facts(node).origin)] * n
-        elif node.op == "call_function" and isinstance(node.target, Collective):
-            values[node] = collective(node.target, [values[a] for a in node.args], n)
-        elif node.op == "call_function":
-            draws += isinstance(node.target, Drawn)
-            values[node] = [_call(node, values, rank, (seed, draws)) for rank in range(n)]
-    return values
+class Ranks:
+    """Runs regions on every rank. `state` gives a parameter, buffer or constant by its origin."""
+
+    def __init__(self, n: int, state: Callable[[Origin], Any], seed: int = 0) -> None:
+        self.n, self.state, self.seed = n, state, seed
+        self.draws = 0
+        self.ran: list[tuple[str, tuple[Any, ...]]] = []
+
+    def run(self, region: Region, inputs: Sequence[Locals], base: str = "") -> list[Locals]:
+        """The results of a region whose own state is under `base` in the model."""
+        values: dict[Node, Locals] = {}
+        states = [[self.state(_under(origin, base))] * self.n for origin in region.states]
+        given = iter([*states, *inputs])
+        calls = iter(region.calls)
+        for node in region.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "output":
+                return [values[result] for result in node.args[0]]
+            else:
+                args = [values[a] for a in node.args if isinstance(a, Node)]
+                values[node] = self._node(node, args, values, calls, base)
+        raise AssertionError("a region has an output")
+
+    def _node(self, node, args, values, calls, base) -> Locals:
+        target: Any = node.target
+        if isinstance(target, RegionCall):
+            assert target is next(calls), "calls are listed in order"
+            path = f"{base}.{target.path}".strip(".")
+            given = self.run(target.region, args, path if target.rebased else base)
+            return [tuple(each[rank] for each in given) for rank in range(self.n)]
+        if isinstance(target, Collective):
+            if target.sends:
+                self.ran.append((target.kind, target.moves))
+            return collective(target, args, self.n)
+        self.draws += isinstance(target, Drawn)
+        return [_call(node, values, rank, (self.seed, self.draws)) for rank in range(self.n)]
+
+
+def _under(origin: Origin, base: str) -> Origin:
+    if origin.kind not in ("param", "buffer", "attr"):
+        return origin
+    return Origin(origin.kind, f"{base}.{origin.module}".strip("."), origin.name)
 
 
 def _call(node: Node, values: dict[Node, Locals], rank: int, draw: tuple[int, int]) -> Any:
@@ -178,11 +206,12 @@ def collective(what: Collective, args: list[Locals], n: int) -> Locals:
 
 @dataclass
 class Lowered:
-    """One call through capture, place and lower."""
+    """One call through capture, place, lower and regions, as `run/build.py` does it."""
 
     captured: Captured
     placed: Graph
     flat: Graph
+    root: Region
     n: int
     live: nn.Module | None
 
@@ -192,11 +221,15 @@ class Lowered:
         assert self.live is not None
         return getattr(self.live.get_submodule(origin.module), origin.name)
 
+    def nodes(self) -> list[Node]:
+        """Operations in the order in which they run; a repeated block's as often as it runs."""
+        return list(_operations(self.root))
+
     def collectives(self) -> list[tuple[str, tuple[tuple[Any, Any], ...]]]:
         """(kind, moves) of everything that sends in the forward pass, in order."""
         return [
             (node.target.kind, node.target.moves)
-            for node in self.flat.nodes
+            for node in self.nodes()
             if isinstance(node.target, Collective)
             and node.target.sends
             and node.target.kind != "mean_grad"
@@ -206,15 +239,15 @@ class Lowered:
         return [kind for kind, _ in self.collectives()]
 
     def named(self, name: str) -> list[Node]:
-        """Nodes of the lowered graph that call a function of this name."""
-        return [node for node in self.flat.nodes if _name(node) == name]
+        """Operations that call a function of this name."""
+        return [node for node in self.nodes() if getattr(node.target, "__name__", "") == name]
 
     def largest(self) -> int:
-        """Elements of the largest value that any rank holds."""
+        """Elements of the largest value that any rank computes."""
         sizes = [0]
-        for node in self.flat.nodes:
+        for node in self.nodes():
             known = facts(node)
-            for meta, placement in zip(known.outs, known.placements, strict=False):
+            for meta, placement in zip(known.outs, known.placements, strict=True):
                 count = meta.numel
                 if isinstance(placement, Shard) and meta.shape[placement.dim]:
                     longest = placement.outer * max(placement.sizes)
@@ -223,18 +256,35 @@ class Lowered:
         return max(sizes)
 
 
-def _name(node: Node) -> str:
-    return node.op if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+def _operations(region: Region) -> Iterator[Node]:
+    for node in region.graph.nodes:
+        if isinstance(node.target, RegionCall):
+            yield from _operations(node.target.region)
+        elif node.op == "call_function":
+            yield node
 
 
 def lowered(
     target: Any, args: tuple[Any, ...] = (), n: int = 2, seq_dim: int = 1, **kwargs: Any
 ) -> Lowered:
     call = read_call(target, args, kwargs, _no_dtensor)
+    live = target if isinstance(target, nn.Module) else None
     captured = capture(call)
-    placed = place(captured.graph, n, list(call.placements), seq_dim)
+    written = frozenset(index for origin, index in captured.writes if origin.kind == "buffer")
+    checkpointed = {each.scope.path for each in captured.calls if each.checkpointed}
+    blocks, regions = block_paths(live), region_paths(live, checkpointed)
+    placed = place(
+        captured.graph,
+        n,
+        list(call.placements),
+        seq_dim,
+        written,
+        frozenset(blocks),
+        frozenset(regions),
+        Constants(live).read,
+    )
     flat = lower(placed, n, captured.fake_mode)
-    return Lowered(captured, placed, flat, n, target if isinstance(target, nn.Module) else None)
+    return Lowered(captured, placed, flat, cut_regions(flat, regions), n, live)
 
 
 def _no_dtensor(tensor: Any) -> Placement:
@@ -257,9 +307,8 @@ def assert_program_equals_whole(
 
     # Each rank has its own copy of an input; parameters and constants are shared.
     copies = [[x.detach().clone().requires_grad_(x.requires_grad) for _ in range(n)] for x in given]
-    values = run_ranks(program.flat, n, copies, program.state)
+    locals_ = Ranks(n, program.state).run(program.root, copies)
     output = next(node for node in program.flat.nodes if node.op == "output")
-    locals_ = [values[node] for node in output.args[0]]
     placements = facts(output).placements
     glued = [glue(parts, p) for parts, p in zip(locals_, placements, strict=True)]
     count = len(program.captured.template.tensors)

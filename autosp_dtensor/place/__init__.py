@@ -8,7 +8,8 @@ from ..placement import Placement
 from .blocks import PlacedBlock, outline_blocks
 from .canonical import canonicalize
 from .masks import ReadState
-from .placer import Placer, redistribute
+from .placer import Placer
+from .versions import redistribute
 
 __all__ = ["PlacedBlock", "place", "redistribute"]
 

@@ -1,23 +1,18 @@
-"""Give every value a placement, by abstract interpretation of the whole-sequence graph, node by
-node.
-
-Each value may exist in several placements at once; `want` makes the one asked for, by the cheapest
-way: what exists, the same cheap operation done again on other inputs (so rotary tables are computed
-for this rank's positions alone), or a redistribute node. Nothing is redistributed out of sight.
+"""Give every value a placement, by abstract interpretation of the whole-sequence graph, node by node:
+the rule of an operation lists what is legal, the cheapest is taken.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from ..graph import Facts, facts, set_facts, short_name
+from ..graph import facts, set_facts, short_name
 from ..placement import Partial, Placement, Replicate, Shard, chunk_sizes
 from .blocks import Block, PlacedBlock
 from .cost import sent_bytes
@@ -25,54 +20,14 @@ from .refuse import Refusals
 from .rule import Op, Option, Rule, Slot
 from .seeds import seed_inputs
 from .table import find_rule
+from .versions import REPLICATE, Around, Homes, Placing, Value, Versions
 
-__all__ = ["Placer", "redistribute"]
+__all__ = ["Placer"]
 
-REPLICATE = Replicate()
 log = logging.getLogger("autosp_dtensor")
 
 
-def redistribute(x: torch.Tensor, source: Placement, target: Placement) -> torch.Tensor:
-    """Marks a change of placement in a placed graph; lowering turns it into a collective or a
-    slice.
-    """
-    raise AssertionError("a placed graph is not run; lower it first")
-
-
-@dataclass(eq=False)
-class Value:
-    """One captured value in the placed graph: the placement it was computed in, and further
-    versions of it.
-    """
-
-    source: Node
-    placement: Placement
-    home: Shard | None
-    versions: dict[Placement, Node] = field(default_factory=dict)
-    rule: Rule | None = None
-    op: Op | None = None
-    inputs: tuple[Node, ...] = ()
-    outer: Value | None = None
-
-    @property
-    def facts(self) -> Facts:
-        return facts(self.source)
-
-
-@dataclass
-class Around:
-    """What a block is placed in: the placer of the graph around it, and its inputs' values
-    there.
-    """
-
-    placer: Placer
-    values: list[Value]
-
-
-Homes = tuple[Shard | None, ...]
-
-
-class Placer:
+class Placer(Versions):
     """Places one captured graph. `result` is the placed graph; node facts hold placements, rule and
     option.
     """
@@ -86,16 +41,12 @@ class Placer:
         whole_results: frozenset[int] = frozenset(),
         around: Around | None = None,
     ) -> None:
+        super().__init__(axis_size, around)
         self.graph = graph
-        self.around = around
         self.blocks: dict[Any, tuple[PlacedBlock, tuple[Placement, ...], Homes]] = {}
-        self.border: dict[Node, tuple[int, Placement]] = {}
-        self.n = axis_size
         self.inputs = inputs
         self.seq_dim = seq_dim
         self.whole_results = whole_results
-        self.result = Graph()
-        self.values: dict[Node, Value] = {}
         self.tuples: dict[Node, tuple[Node, Option, tuple[Shard | None, ...]]] = {}
         self.homes = {} if around else seed_inputs(graph, inputs, axis_size, seq_dim)
         self.lengths = {shard.block for shard in self.homes.values()}
@@ -134,15 +85,6 @@ class Placer:
         return self.result
 
     # -- sources and results --------------------------------------------------------------------
-
-    def _keep(
-        self, node: Node, placed: Node, placement: Placement, home: Shard | None, **how: Any
-    ) -> Value:
-        value = Value(node, placement, home, {placement: placed}, **how)
-        known = facts(node)
-        set_facts(placed, known.having(placements=(placement,), homes=(home,)))
-        self.values[node] = value
-        return value
 
     def _place_input(self, node: Node) -> None:
         placed = self.result.placeholder(node.name)
@@ -255,9 +197,13 @@ class Placer:
         rule = find_rule(op.target, op.name, facts(node))
         option = self._choose(node, op, rule, values)
         homes = self._homes(op, rule, values, option)
-        placed = self._emit(node, op, rule, option, tensors, homes)
+        placed = self._emit(node, Placing(op, rule, option, tensors), homes)
         if op.single:
-            self._keep_call(node, placed, option, homes, rule, op, tensors)
+            value = Value(
+                node, option.outs[0], homes[0], {option.outs[0]: placed}, rule, op, tensors
+            )
+            value.free = self._can_redo_whole(value)
+            self.values[node] = value
             self._split_again(node, values)
         else:
             self.tuples[node] = (placed, option, homes)
@@ -283,10 +229,6 @@ class Placer:
         self.want(node, value.home)
         value.placement = value.home
 
-    def _keep_call(self, node, placed, option, homes, rule, op, tensors) -> None:
-        value = Value(node, option.outs[0], homes[0], {option.outs[0]: placed}, rule, op, tensors)
-        self.values[node] = value
-
     def _place_element(self, node: Node) -> None:
         call, option, homes = self.tuples[node.args[0]]  # type: ignore[index]
         index = self._tensor_index(node)
@@ -302,23 +244,6 @@ class Placer:
         if len(siblings) == len(outs):
             return siblings.index(node.args[1])
         return int(node.args[1])  # type: ignore[arg-type]
-
-    def _emit(self, node: Node, op: Op, rule: Rule | None, option: Option, tensors: tuple[Node, ...],
-              homes: tuple[Shard | None, ...], after: Node | None = None) -> Node:  # fmt: skip
-        nodes = [self.want(t, p) for t, p in zip(tensors, option.ins, strict=True)]
-        args, kwargs = map_aggregate(
-            (op.args, op.kwargs), lambda v: nodes[v.index] if isinstance(v, Slot) else v
-        )  # type: ignore[misc]
-        if after is None:
-            placed = self.result.call_function(op.target, args, dict(kwargs), name=node.name)
-        else:
-            with self.result.inserting_after(after):
-                placed = self.result.call_function(op.target, args, dict(kwargs))
-        set_facts(
-            placed,
-            facts(node).having(placements=option.outs, homes=homes, rule=rule, option=(op, option)),
-        )
-        return placed
 
     # -- choosing -------------------------------------------------------------------------------
 
@@ -384,20 +309,6 @@ class Placer:
                 total += sent_bytes(meta, out, REPLICATE, self.n)
         return total
 
-    def _way(self, value: Value, target: Placement) -> float:
-        if target in value.versions or self.n == 1:
-            return 0.0
-        if value.outer is not None and self.around is not None:
-            return self.around.placer._way(value.outer, target)
-        costs = [sent_bytes(value.facts.meta, p, target, self.n) for p in value.versions]
-        if isinstance(
-            target, Replicate
-        ):  # at equal bytes, an exchange leaves less on each rank than a gather
-            costs = [cost * 1.1 for cost in costs]
-        if isinstance(target, Replicate) and self._can_redo_whole(value):
-            costs.append(0.0)
-        return min(costs)
-
     def _homes(
         self, op: Op, rule: Rule | None, values: list[Value], option: Option
     ) -> tuple[Shard | None, ...]:
@@ -414,116 +325,5 @@ class Placer:
                 return tuple(out if isinstance(out, Shard) else None for out in moved.outs)
         return (None,) * len(op.outs)
 
-    # -- versions -------------------------------------------------------------------------------
-
-    def want(self, node: Node, placement: Placement) -> Node:
-        """The node that holds `node`'s value as `placement`."""
-        value = self.values[node]
-        if placement in value.versions:
-            return value.versions[placement]
-        if self.n == 1:
-            value.versions[placement] = value.versions[value.placement]
-            return value.versions[placement]
-        if value.outer is not None:
-            return self._want_from_outside(value, placement)
-        made = None
-        if isinstance(placement, Replicate) and self._can_redo_whole(value):
-            made = self._redo(value, value.rule.whole(value.op))  # type: ignore[union-attr, arg-type]
-        elif isinstance(placement, Shard) and self._can_redo(value):
-            option = value.rule.from_output(value.op, placement)  # type: ignore[union-attr, arg-type]
-            if option is not None and option.outs[0] == placement:
-                made = self._redo(value, option)
-        if made is None:
-            made = self._redistribute(value, placement)
-        value.versions[placement] = made
-        return made
-
-    def _want_from_outside(self, value: Value, placement: Placement) -> Node:
-        """A version of a block's input is made around the block, where the input comes from."""
-        held = value.versions[value.placement]
-        with self.result.inserting_after(_last_source(held)):
-            made = self.result.placeholder(f"{held.name}_{len(value.versions)}")
-        set_facts(made, facts(held).having(placements=(placement,)))
-        assert value.outer is not None and self.around is not None
-        self.border[made] = (self.around.values.index(value.outer), placement)
-        value.versions[placement] = made
-        return made
-
-    def _can_redo(self, value: Value) -> bool:
-        """Cheap, without gradient, computed whole: better computed again on a part of its inputs
-        than sliced.
-        """
-        return (
-            value.op is not None
-            and value.rule is not None
-            and value.rule.cheap
-            and value.op.single
-            and REPLICATE in value.versions
-            and not value.facts.meta.requires_grad
-            and value.facts.meta.dtype.is_floating_point
-            and not value.facts.random
-        )
-
-    def _can_redo_whole(self, value: Value) -> bool:
-        """Cheap, without gradient, and all its inputs can be had whole for nothing."""
-        return (
-            value.op is not None
-            and value.rule is not None
-            and value.rule.cheap
-            and value.op.single
-            and not value.facts.meta.requires_grad
-            and not value.facts.random
-            and all(self._free_whole(t) for t in value.inputs)
-        )
-
-    def _free_whole(self, node: Node) -> bool:
-        value = self.values.get(node)
-        if value is None:
-            return False
-        return REPLICATE in value.versions or self._can_redo_whole(value)
-
-    def _redo(self, value: Value, option: Option) -> Node:
-        assert value.op is not None
-        placed = value.versions[value.placement]
-        after = max(
-            [placed, *(self.want(t, p) for t, p in zip(value.inputs, option.ins, strict=True))]
-        )
-        return self._emit(
-            value.source, value.op, value.rule, option, value.inputs, (value.home,), after=after
-        )
-
-    def _redistribute(self, value: Value, target: Placement) -> Node:
-        source = min(
-            (p for p in value.versions if not (isinstance(p, Partial) and len(value.versions) > 1)),
-            key=lambda p: sent_bytes(value.facts.meta, p, target, self.n),
-        )
-        held = value.versions[source]
-        known = facts(held)
-        new = known.having(
-            outs=(known.meta,) if known.single else known.outs,
-            placements=(target,),
-            homes=(value.home,),
-            rule=None,
-            option=None,
-            aten=(),
-            random=False,
-            bytes=int(sent_bytes(value.facts.meta, source, target, self.n)),
-        )
-        new = replace(new, outs=(value.facts.meta,), single=True)
-        with self.result.inserting_after(_last_source(held)):
-            made = self.result.call_function(redistribute, (held, source, target))
-        set_facts(made, new.having(origin=None))
-        return made
-
 
 _NO_RULE = Rule()
-
-
-def _last_source(node: Node) -> Node:
-    """Placeholders stay together at the top: what is made of one comes after the last."""
-    if node.op != "placeholder":
-        return node
-    last = node
-    while last.next.op == "placeholder":
-        last = last.next
-    return last

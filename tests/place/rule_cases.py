@@ -228,6 +228,11 @@ PRODUCTS: dict[str, list[Case]] = {
     "embedding": [
         Case(F.embedding, (i(4, 8, high=10), f(10, 6)), "xx,.x"),
         Case(lambda x, w: F.embedding(x, w, padding_idx=1), (i(8, high=10), f(10, 6)), "x,.x"),
+        Case(
+            lambda x, w: F.embedding(x, w, scale_grad_by_freq=True),  # counts over all ids
+            (i(8, high=10), f(10, 6)),
+            ".,.x",
+        ),
     ],
     "conv1d": [
         Case(lambda x, w: F.conv1d(x, w, padding=1), (f(4, 6, 8), f(2, 6, 3)), "x..,x..", empty=False),
@@ -297,6 +302,11 @@ def _reduce_all(call: Callable[..., Any]) -> list[Case]:
     return [Case(call, _ONE, "...")]
 
 
+def _nothing(call: Callable[..., Any]) -> list[Case]:
+    """Reads no value: takes its tensor as it is (`as_is`), so no dim of it has to be split."""
+    return [Case(call, (f(4, 8),), "..")]
+
+
 _INDEX = i(4, 5, 6, high=8)
 
 ALONG: dict[str, list[Case]] = {
@@ -318,6 +328,28 @@ ALONG: dict[str, list[Case]] = {
         Case(lambda x: F.gumbel_softmax(x, dim=1), _ONE, "x.x", drawn=True),
         Case(lambda x: F.gumbel_softmax(x, 0.5, True, 1e-10, 0), _ONE, ".xx", drawn=True),
     ],
+    "diff": [
+        *_along(lambda x, d: torch.diff(x, dim=d)),
+        Case(lambda x: x.diff(2, 1), _ONE, "x.x"),
+        Case(lambda x, y: x.diff(dim=1, prepend=y), (f(4, 8, 6), f(4, 1, 6)), "x.x,x.x"),
+    ],
+    "unfold": [
+        Case(lambda x: x.unfold(1, 3, 2), _ONE, "x.x"),
+        Case(lambda x: x.unfold(-1, 2, 1), _ONE, "xx."),
+    ],
+    "group_norm": [
+        Case(lambda x: F.group_norm(x, 2), _ONE, "x.."),
+        Case(lambda x, w, o: F.group_norm(x, 4, w, o), (f(4, 8, 6), f(8), f(8)), "x..,.,."),
+    ],
+    "instance_norm": [
+        Case(F.instance_norm, _ONE, "x.."),
+        Case(F.instance_norm, (f(4, 8, 6), f(8), u(8)), "...,.,."),  # it updates the statistics
+    ],
+    "new_zeros": _nothing(lambda x: x.new_zeros(3, 5)),
+    "new_ones": _nothing(lambda x: x.new_ones((4, 8), dtype=torch.int64)),
+    "new_full": _nothing(lambda x: x.new_full((4, 8), 2.0)),
+    "new_empty": [Case(lambda x: x.new_empty(4, 8), (f(4, 8),), "..", drawn=True)],
+    "new_tensor": _nothing(lambda x: x.new_tensor([1.0, 2.0])),
     "normalize": [
         Case(F.normalize, _ONE, "x.x"),
         Case(lambda x: F.normalize(x, dim=-1), _ONE, "xx."),
@@ -400,7 +432,13 @@ ALONG: dict[str, list[Case]] = {
         Case(lambda x: torch.norm(x, 1, (0, 2), True), _ONE, ".x."),
         Case(lambda x: x.norm(), _ONE, "..."),
     ],
-    "vector_norm": [
+    "linalg_norm": [
+        Case(lambda x: torch.linalg.norm(x, dim=1), _ONE, "x.x"),
+        Case(lambda x: torch.linalg.norm(x, 1, -1, True), _ONE, "xx."),
+        Case(lambda x: torch.linalg.norm(x, dim=(0, 2)), _ONE, ".x."),
+        Case(torch.linalg.norm, _ONE, "..."),
+    ],
+    "linalg_vector_norm": [
         Case(lambda x: torch.linalg.vector_norm(x, dim=1), _ONE, "x.x"),
         Case(lambda x: torch.linalg.vector_norm(x, 1, (0, 2), True), _ONE, ".x."),
         Case(torch.linalg.vector_norm, _ONE, "..."),
@@ -526,7 +564,7 @@ ALONG: dict[str, list[Case]] = {
 VIEWS: dict[str, list[Case]] = {
     "view": [
         Case(lambda x: x.view(4, 48), _ONE, "xxx"),
-        Case(lambda x: x.view(4, 8, 3, 2), _ONE, "xx."),
+        Case(lambda x: x.view(4, 6, 8), _ONE, "xx."),
         Case(lambda x: x.view(4, 8, 2, 3), _ONE, "xxx"),
         Case(lambda x: x.view(-1), _ONE, "xxx"),
         Case(lambda x: x.view(torch.int64), _ONE, "xxx"),

@@ -209,6 +209,22 @@ def test_fresh_and_whole_options_are_legal(name: str, index: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "index"), _flat())
+def test_operation_that_takes_tensors_as_they_are_gives_the_same_result(
+    name: str, index: int
+) -> None:
+    what = traced(name, index)
+    op = what.op(2)
+    for k, meta in enumerate(op.ins):
+        for dim, length in enumerate(meta.shape):
+            for shard in _shards(length, dim, 2):
+                have = [shard if j == k else Replicate() for j in range(len(op.ins))]
+                option = what.rule.as_is(op, have)
+                if option is not None:
+                    assert list(option.ins) == have
+                    assert_local(what, op, option)
+
+
+@pytest.mark.parametrize(("name", "index"), _flat())
 def test_where_elements_go_is_where_a_legal_option_puts_them(name: str, index: int) -> None:
     """local=False says the same as an option, where there is one."""
     what = traced(name, index)
