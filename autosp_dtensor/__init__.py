@@ -1,6 +1,4 @@
-"""Sequence parallelism for any PyTorch transformer, as written for one device:
-`autosp.parallelize(model, mesh)`.
-"""
+"""Sequence parallelism for any PyTorch transformer as it is: `autosp.parallelize(model, mesh)`."""
 
 from .api import explain, parallelize, sync_gradients, verify
 from .errors import AutoSPError, CaptureError, MeshError, PlacementError, RankMismatchError

@@ -77,9 +77,7 @@ def user_hooks(module: nn.Module, store: str) -> list[tuple[Any, bool]]:
 
 
 def fsdp_hooks_alone(module: nn.Module) -> dict[str, Any]:
-    """The hook dicts of a module without the user's hooks; empty where it has none of the
-    user's.
-    """
+    """A module's hook dicts without the user's hooks; empty if the user has put none there."""
     if not any(hook_counts(module)):
         return {}
     kept = {}

@@ -92,8 +92,7 @@ def forward_of(model: Any) -> Forward | None:
 
 
 def explain(model: Any) -> str:
-    """The program of the latest call as text: operations, placements, collectives with bytes, what
-    is kept; totals.
+    """The latest call's program as text: operations, placements, bytes sent and kept, totals.
 
     Raises:
         UsageError: `model` is not parallelized, or has not been called.
@@ -102,8 +101,7 @@ def explain(model: Any) -> str:
 
 
 def verify(model: nn.Module, *args: Any, tolerance: float | None = None, **kwargs: Any) -> Report:
-    """Run this call split and on one device, and compare loss, outputs and every parameter's
-    gradient.
+    """Run this call split and on one device, and compare loss, outputs and all gradients.
 
     Every rank makes the whole model and the whole call once: use a short sequence, before a long
     run. Gradients and buffers are put back. Dropout must be off (model.eval(), or p=0): its masks
@@ -132,11 +130,11 @@ def _runner(model: Any, name: str) -> Forward:
 
 
 def sync_gradients(model: nn.Module) -> None:
-    """Average gradients over sp (and dp), for parameters under neither FSDP2 nor DDP; call it
-    between backward and step.
+    """Average gradients over sp and dp, for parameters under neither FSDP2 nor DDP.
 
-    A parameter that got no gradient on this rank counts as zero where another rank has one.
-    Parameters that FSDP2 manages are left alone: it averages them by itself.
+    Call it between backward and step. A parameter that got no gradient on this rank counts as zero
+    where another rank has one. Parameters that FSDP2 manages are left alone: it averages them by
+    itself.
 
     Raises:
         UsageError: the model is not parallelized, or FSDP2 manages all its parameters.

@@ -22,9 +22,7 @@ __all__ = ["Report", "verify_call"]
 
 @dataclass(frozen=True)
 class Row:
-    """One compared value: the largest difference over the largest magnitude of the one-device
-    value.
-    """
+    """One compared value: largest difference over the largest magnitude on one device."""
 
     name: str
     error: float
@@ -33,9 +31,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found. `print` shows the worst rows; `ok` is whether all are within
-    `tolerance`.
-    """
+    """What `verify` found. `print` shows the worst rows; `ok`: all are within `tolerance`."""
 
     rows: tuple[Row, ...]
     tolerance: float
@@ -104,9 +100,14 @@ def verify_call(
     rows = [] if loss is None else [_row("loss", loss, wanted_loss)]
     for (name, got), (_, want) in zip(_tensors(split), _tensors(whole), strict=True):
         rows.append(_row(f"output {name}", _whole(got.detach()), want.detach()))
-    for name, parameter in reference.named_parameters():
-        if parameter.requires_grad:
-            rows.append(_row(f"grad {name}", grads[name], _mean(_zero_if_none(parameter), mesh)))
+    wanted = {
+        name: _mean(_zero_if_none(parameter), mesh)
+        for name, parameter in reference.named_parameters()
+        if parameter.requires_grad
+    }
+    # A gradient that is zero but for rounding (a key's bias) is measured against the others.
+    floor = 1e-3 * max((grad.abs().max().item() for grad in wanted.values()), default=0.0)
+    rows.extend(_row(f"grad {name}", grads[name], want, floor) for name, want in wanted.items())
     if tolerance is None:
         kinds = {p.dtype for p in reference.parameters()} | {t.dtype for _, t in _tensors(whole)}
         tolerance = 64 * max(torch.finfo(kind).eps for kind in kinds or {torch.float32})
@@ -143,9 +144,7 @@ def _one_device(model: nn.Module) -> nn.Module:
 
 
 def _backward(result: Any) -> torch.Tensor | None:
-    """Backward from the loss: the result's `loss`, else its first scalar, else a sum over all of
-    it.
-    """
+    """Backward from the result's `loss`, else its first scalar, else a sum over all of it."""
     tensors = [t for _, t in _tensors(result) if t.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return None
@@ -179,8 +178,9 @@ def _mean(grad: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return grad / mesh.size()
 
 
-def _row(name: str, got: torch.Tensor, want: torch.Tensor | None) -> Row:
+def _row(name: str, got: torch.Tensor, want: torch.Tensor | None, floor: float = 0.0) -> Row:
     assert want is not None
     size = want.abs().max().item() if want.numel() else 0.0
     error = (got - want).abs().max().item() if want.numel() else 0.0
-    return Row(name, error / size if size > 0 else error, size)
+    scale = max(size, floor)
+    return Row(name, error / scale if scale > 0 else error, size)

@@ -1,6 +1,4 @@
-"""The errors a user can meet, and the one printer that lays them out: what, where, have, why,
-fix.
-"""
+"""The errors a user can meet, and the one layout of all: what, where, have, why, fix."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ __all__ = [
 
 
 class AutoSPError(Exception):
-    """Base of all errors raised on purpose; raised on every rank alike, before the first
-    collective.
+    """Base of all errors raised on purpose: on all ranks alike, before the first collective.
 
     Args:
         what: one sentence that says what cannot be done.
@@ -45,9 +42,7 @@ class AutoSPError(Exception):
 
 
 class CaptureError(AutoSPError):
-    """The model's Python cannot be traced: it reads a tensor's value, or changes state out of
-    sight.
-    """
+    """The model's Python cannot be traced: it reads a tensor's value, or changes hidden state."""
 
 
 class PlacementError(AutoSPError):

@@ -23,8 +23,7 @@ __all__ = ["explain_program"]
 
 
 def explain_program(program: Program) -> str:
-    """One line per operation, equal regions once with a count, totals at the end. The same on every
-    rank.
+    """One line per operation, equal regions once with a count, then totals; equal on every rank.
 
     Columns: operation (`>` marks communication); the global shape of its result, `@sp` marks the
     split dim; bytes that one rank sends, or keeps for backward; the source line.
@@ -123,9 +122,7 @@ def size_text(count: float) -> str:
 
 
 def _kept_bytes(region: Region) -> dict[Node, int]:
-    """Bytes of each node's result that autograd keeps, found by running the region on fake tensors
-    of rank 0.
-    """
+    """Bytes that autograd keeps of each node's result, from a run on rank 0's fake tensors."""
     mode = FakeTensorMode()
     owner: dict[int, Node] = {}
     kept: dict[int, int] = {}

@@ -111,9 +111,7 @@ _SHORT = {
 
 
 def describe(meta: Meta, placement: Placement | None = None) -> str:
-    """`f32[2, 8, 4096@sp, 64]`: global sizes, `@sp` marks the sharded dim, `partial(sp)` a sum
-    still owed.
-    """
+    """`f32[2, 8, 4096@sp, 64]`: global sizes, `@sp` at the sharded dim; `partial(sp)`: a sum owed."""
     sizes = [str(size) for size in meta.shape]
     if isinstance(placement, Shard):
         sizes[placement.dim] += "@sp"
@@ -122,9 +120,7 @@ def describe(meta: Meta, placement: Placement | None = None) -> str:
 
 
 def short_name(target: Callable[..., Any] | str) -> str:
-    """`add` for `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_`: the name that rules are
-    found by.
-    """
+    """`add` for `torch.add`, `Tensor.__add__`, `Tensor.add_`: the name that rules are found by."""
     name = getattr(target, "__name__", str(target))
     if name == "__get__":
         name = getattr(getattr(target, "__self__", None), "__name__", name)

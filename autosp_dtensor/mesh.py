@@ -39,8 +39,7 @@ def sp_mesh(mesh: DeviceMesh, sp_axis: str) -> DeviceMesh:
 
 
 def fsdp_mesh(mesh: DeviceMesh, *, sp_axis: str = "sp", dp_axis: str = "dp") -> DeviceMesh:
-    """The mesh for `fully_shard` or DDP: dp and sp as one dimension, since both hold copies of
-    every parameter.
+    """The mesh for `fully_shard` or DDP: dp and sp as one, since both hold copies of parameters.
 
     With an axis "dp_replicate" the result has two dimensions, replicate and shard, as HSDP wants.
 
@@ -65,8 +64,7 @@ def fsdp_mesh(mesh: DeviceMesh, *, sp_axis: str = "sp", dp_axis: str = "dp") -> 
 
 
 def data_shard(mesh: DeviceMesh, *, sp_axis: str = "sp") -> tuple[int, int]:
-    """(num_replicas, rank) for a DistributedSampler, so that all ranks of an sp group read the same
-    rows.
+    """(num_replicas, rank) for a DistributedSampler: all ranks of an sp group read the same rows.
 
     Every axis but sp counts as a data axis.
     """

@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Partial", "PerRank", "Placement", "Replicate", "Shard", "chunk_sizes", "even_shard"]
+__all__ = ["Cover", "Partial", "PerRank", "Placement", "Replicate", "Shard", "chunk_sizes", "even_shard"]
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """An integer of the program that differs by rank; the graph holds all of them, so it is the
-    same everywhere.
-    """
+    """An integer that differs by rank. Programs hold all of them, so they are the same everywhere."""
 
     values: tuple[int, ...]
 
@@ -91,6 +89,34 @@ class Shard:
     def __repr__(self) -> str:
         sizes = str(self.sizes[0]) if self.even else "|".join(map(str, self.sizes))
         return f"S({self.dim}:{sizes}{'' if self.outer == 1 else f'x{self.outer}'})"
+
+
+@dataclass(frozen=True)
+class Cover(Shard):
+    """Rank r holds `sizes[r]` elements from `starts[r]` on; intervals may overlap, as key heads do that
+    serve query heads of several ranks. Its transpose adds what ranks hold of the same element.
+
+    Only operations that ask for it get a value in this placement; no result is left in it.
+    """
+
+    starts: tuple[int, ...] = ()
+    whole: int = 0
+
+    @property
+    def block(self) -> int:
+        return self.whole
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return self.starts
+
+    @property
+    def even(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        spans = "|".join(f"{a}:{a + s}" for a, s in zip(self.starts, self.sizes, strict=True))
+        return f"C({self.dim}:{spans})"
 
 
 Placement = Replicate | Shard | Partial

@@ -1,6 +1,4 @@
-"""Which tensors share memory while tracing, so that a write through one view is not missed in
-another.
-"""
+"""Which traced tensors share memory, so that a write through one view is seen in the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What __torch_function__ does not see: autograd.Function.apply, torch.utils.checkpoint, functions
-of a user's rule.
-"""
+"""Calls that __torch_function__ misses: autograd.Function, checkpoint, a user rule's function."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ def active_recorder() -> Recorder | None:
 
 @contextlib.contextmanager
 def patched(recorder: Recorder) -> Iterator[None]:
-    """While tracing: autograd.Function.apply is one opaque node, checkpoint runs its function
-    plainly.
+    """While tracing, autograd.Function.apply is one opaque node and checkpoint calls its function.
 
     Functions that are wrapped in torch.compile run eagerly.
     """

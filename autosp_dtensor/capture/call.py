@@ -1,6 +1,4 @@
-"""A call of the user's module or function: its tensors, and the key under which its program is
-kept.
-"""
+"""A call of the user's module or function: its tensors, and the key of its program."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ def read_call(
     kwargs: dict[str, Any],
     placement_of: Callable[[DTensor], Placement],
 ) -> Call:
-    """Flatten the arguments and make the key: structure, tensor metas, Python values, grad mode,
-    autocast.
-    """
+    """Flatten the arguments and make the key: structure, metas, values, grad mode, autocast."""
     leaves, spec = flatten((args, kwargs))
     call = Call(target, args, kwargs, spec, leaves)
     parts: list[Any] = []
@@ -96,9 +92,7 @@ def _meta(tensor: torch.Tensor) -> Meta:
 
 
 def _labels(spec: Spec, parts: Iterator[str]) -> list[str]:
-    """`name=value` for keywords, values alone for positional arguments; nested structure in
-    brackets.
-    """
+    """`name=value` for keywords, values alone for positional arguments; structure in brackets."""
 
     def text(node: Spec) -> str:
         if node[0] == "leaf":
@@ -122,8 +116,7 @@ def _autocast() -> tuple[Any, ...]:
 
 
 def state_key(model: nn.Module) -> tuple[Any, ...]:
-    """What a program depends on in the module itself: which modules there are, and their
-    parameters' metas.
+    """What a program depends on in the module itself: its modules and their parameters' metas.
 
     A module swapped in later (an adapter), FSDP2 applied later, a hook added, a parameter frozen:
     each gives a new key.
@@ -143,9 +136,7 @@ def state_key(model: nn.Module) -> tuple[Any, ...]:
 
 
 def state_text(state: tuple[Any, ...]) -> str:
-    """The state key as a short text without addresses: modes and counts, and a digest of the
-    rest.
-    """
+    """The state key as a short text without addresses: modes, counts, a digest of the rest."""
     modules = [part for part in state if isinstance(part[0], int)]
     tensors = [part for part in state if isinstance(part[0], str)]
     training = sum(part[1] for part in modules)

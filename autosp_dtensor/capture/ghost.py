@@ -1,6 +1,4 @@
-"""A copy of a module that owns no memory and has no hooks, to be run in place of the live one while
-tracing.
-"""
+"""A copy of a module without memory and hooks, which is run in its place while tracing."""
 
 from __future__ import annotations
 

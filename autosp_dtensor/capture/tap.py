@@ -1,6 +1,4 @@
-"""Hooks that users put on modules: they run at every call, on DTensors, between the program's
-operations.
-"""
+"""Hooks that users put on modules: run at every call, on DTensors, between the operations."""
 
 from __future__ import annotations
 
@@ -18,12 +16,10 @@ __all__ = ["Tap", "tapped"]
 
 
 class Tap:
-    """Runs a module's own forward-pre hooks (when="before") or forward hooks (when="after") on
-    given values.
+    """Runs a module's own forward-pre hooks ("before") or forward hooks ("after") on given values.
 
-    tensors in, tensors out, one for one: those of the module's arguments ("before") or of its
-    result ("after"; the arguments come along to be shown). `wrap` and `unwrap` are set when the
-    program is bound: local part to DTensor and back.
+    Tensors in, tensors out, one for one: those of the module's arguments ("before") or of its
+    result ("after"; the arguments come along to be shown).
     """
 
     def __init__(
@@ -46,9 +42,7 @@ class Tap:
         return sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
     def run(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the hooks of the live module. `tensors`: those of the result (if after), then those
-        of the arguments.
-        """
+        """Run the live module's hooks on the result's tensors (if after), then the arguments'."""
         values = iter(tensors)
         result = None
         if self.when == "after":

@@ -92,9 +92,7 @@ class OutOfPlace(_Wrapped):
 
 
 class Opaque(_Wrapped):
-    """A function, or a subclass of torch.autograd.Function, recorded as one node without being
-    looked into.
-    """
+    """A function, or a subclass of autograd.Function, recorded as one node and not looked into."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.func.apply if isinstance(self.func, type) else self.func  # type: ignore[attr-defined]
@@ -120,9 +118,7 @@ class UnderAutocast(_Wrapped):
 def draws(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], aten_ops: tuple[Any, ...]
 ) -> bool:
-    """Whether a call draws random numbers. ATen tags attention as random whatever its dropout
-    is.
-    """
+    """Whether a call draws random numbers; ATen tags attention as random whatever its dropout."""
     if short_name(func) == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     return any(torch.Tag.nondeterministic_seeded in op.tags for op in aten_ops)

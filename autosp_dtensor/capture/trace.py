@@ -111,9 +111,7 @@ class Recorder(TorchFunctionMode):
         self.memory.made(tensor)
 
     def node_for(self, tensor: torch.Tensor) -> Node:
-        """The node that computes `tensor`; parameters, buffers and constants get theirs on first
-        use.
-        """
+        """The node that computes `tensor`; parameters, buffers, constants get it on first use."""
         node = self.node_of.get(id(tensor))
         if node is None:
             origin = self.origin_of.get(id(tensor))
@@ -336,9 +334,7 @@ class Recorder(TorchFunctionMode):
         return node
 
     def _under_autocast(self, func: Any, outs: list[torch.Tensor]) -> Any:
-        """Calls made under another autocast state than the program will run in carry theirs
-        along.
-        """
+        """Calls under another autocast state than the program will run in carry theirs along."""
         kind = outs[0].device.type if outs else "cpu"
         state = _autocast_state(kind)
         if state == self._ambient.get(kind, state):
@@ -383,9 +379,7 @@ class Recorder(TorchFunctionMode):
     # -- where --------------------------------------------------------------------------------
 
     def where(self) -> str:
-        """`layers.3.mlp (my_model.py:88)`: the module and the first line outside torch and this
-        package.
-        """
+        """`layers.3.mlp (my_model.py:88)`: the module, and the first line of the user's code."""
         path = self.scopes[-1].path if self.scopes else ""
         frame = sys._getframe(1)
         while frame is not None:

@@ -24,9 +24,7 @@ __all__ = ["ModuleCall", "watch_modules"]
 
 @dataclass
 class ModuleCall:
-    """One call of a module; `checkpointed`: it is the outermost module under a
-    torch.utils.checkpoint.
-    """
+    """One call of a module; `checkpointed`: the outermost one under torch.utils.checkpoint."""
 
     scope: Scope
     checkpointed: bool = False

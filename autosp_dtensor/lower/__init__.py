@@ -1,6 +1,4 @@
-"""Placed graph -> local torch calls, collectives and regions; the only code that inserts a
-collective.
-"""
+"""Placed graph -> local torch calls, collectives, regions; nothing else inserts a collective."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ __all__ = [
 
 
 def lower(placed: Graph, axis_size: int, fake_mode: FakeTensorMode) -> Graph:
-    """The passes in order, for each distinct block and then for the program around them; every
-    graph is checked on fake local tensors.
-    """
+    """Run the passes for each distinct block, then for the program around; every graph is verified."""
     blocks: dict[PlacedBlock, LoweredBlock] = {}
     for node in placed.nodes:
         if isinstance(node.target, PlacedBlock) and node.target not in blocks:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch import all_gather_single, reduce_scatter_single
-from ..placement import Shard
+from ..placement import Cover, Shard
 from .layout import merge
 
 __all__ = [
@@ -148,13 +148,14 @@ def _exchange_uneven(group: Any, rank: int, pieces: Sequence[_Piece]) -> tuple[t
     frm = [[p.shape(p.source.sizes[r], p.target.sizes[rank]) for p in pieces] for r in range(n)]
     out_counts = [sum(math.prod(s) for s in shapes) for shapes in to]
     in_counts = [sum(math.prod(s) for s in shapes) for shapes in frm]
-    cuts = [p.view.split(list(p.target.sizes), p.want_dim) for p in pieces]
     sent = pieces[0].view.new_empty(sum(out_counts))
     at = 0
     for r in range(n):
         for k, shape in enumerate(to[r]):
             count = math.prod(shape)
-            sent.narrow(0, at, count).view(shape).copy_(cuts[k][r])
+            target = pieces[k].target
+            cut = pieces[k].view.narrow(pieces[k].want_dim, target.offsets[r], target.sizes[r])
+            sent.narrow(0, at, count).view(shape).copy_(cut)
             at += count
     received = sent.new_empty(sum(in_counts))
     dist.all_to_all_single(received, sent, in_counts, out_counts, group=group)
@@ -165,13 +166,24 @@ def _exchange_uneven(group: Any, rank: int, pieces: Sequence[_Piece]) -> tuple[t
             count = math.prod(shape)
             parts[k].append(received.narrow(0, at, count).view(shape))
             at += count
-    return tuple(p.joined(torch.cat(parts[k], p.have_dim)) for k, p in enumerate(pieces))
+    return tuple(p.joined(_assemble(p, parts[k])) for k, p in enumerate(pieces))
+
+
+def _assemble(piece: _Piece, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One dim from all ranks' parts: side by side, or added where their intervals overlap."""
+    source = piece.source
+    if not isinstance(source, Cover):
+        return torch.cat(list(parts), piece.have_dim)
+    shape = list(parts[0].shape)
+    shape[piece.have_dim] = source.whole
+    whole = parts[0].new_zeros(shape)
+    for part, start, size in zip(parts, source.starts, source.sizes, strict=True):
+        whole.narrow(piece.have_dim, start, size).add_(part)
+    return whole
 
 
 def relayout(group: Any, rank: int, source: Shard, target: Shard, x: torch.Tensor) -> torch.Tensor:
-    """Move the borders between ranks along one dim (other sizes, other `outer`): one all-to-all of
-    the rows that move.
-    """
+    """Move the borders between ranks along one dim: one all-to-all of the rows that move."""
     return _Relayout.apply(group, rank, source, target, x)
 
 
@@ -348,9 +360,7 @@ class _ScaleGrad(torch.autograd.Function):
 
 
 def mean_grad(group: Any, n: int, x: torch.Tensor) -> torch.Tensor:
-    """The same value; its gradient becomes the mean over sp: what a caller who asked for it
-    expects.
-    """
+    """The same value; its gradient becomes the mean over sp, as the caller expects."""
     return _MeanGrad.apply(group, n, x)
 
 

@@ -10,9 +10,7 @@ __all__ = ["expose", "merge", "take_shard"]
 
 
 def expose(x: torch.Tensor, shard: Shard, length: int) -> torch.Tensor:
-    """[..., outer * length, ...] -> [..., outer, length, ...]: the cut dim alone, at `shard.dim +
-    1`.
-    """
+    """[..., outer * length, ...] -> [..., outer, length, ...]: the cut dim is `shard.dim + 1`."""
     return x.unflatten(shard.dim, (shard.outer, length))
 
 
@@ -22,9 +20,7 @@ def merge(x: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 
 def take_shard(x: torch.Tensor, shard: Shard, rank: int) -> torch.Tensor:
-    """This rank's part of a replicated value. Its transpose pads with zeros: a per-rank share,
-    nothing is sent.
-    """
+    """This rank's part of a replicated value; its transpose pads with zeros, nothing is sent."""
     offset, size = shard.offsets[rank], shard.sizes[rank]
     if shard.outer == 1:
         return x.narrow(shard.dim, offset, size)

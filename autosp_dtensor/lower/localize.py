@@ -1,6 +1,4 @@
-"""A placed graph -> a flat graph of local torch calls and collectives. Rank-free: sizes that differ
-are PerRank.
-"""
+"""A placed graph -> a flat graph of local calls and collectives. Sizes that differ are PerRank."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ class Drawn:
 
 
 def localize(placed: Graph, axis_size: int, blocks: dict[PlacedBlock, Any] | None = None) -> Graph:
-    """Every node becomes the same call on local tensors, every redistribute a collective or a
-    slice.
+    """Each node becomes the same call on local tensors, each redistribute a collective or a slice.
 
     Sharded results multiply the gradient that comes in by n, whole float inputs that ask for a
     gradient get the mean of all ranks' shares, so that gradients at the program's border are those
@@ -160,9 +157,7 @@ def _collective(source: Any, target: Any) -> Collective:
 
 
 def _border_gradients(graph: Graph, axis_size: int) -> None:
-    """Inputs that ask for a gradient: a whole one gets the mean over ranks, a DTensor's part its
-    own n-th.
-    """
+    """The gradient of a whole input is the mean over ranks, of a DTensor's part its own n-th."""
     if axis_size == 1:
         return
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -189,9 +184,7 @@ def _border_gradients(graph: Graph, axis_size: int) -> None:
 
 
 def flatten_exchanges(graph: Graph) -> Graph:
-    """Exchanges that feed one operation become one: q, k and v travel together. Values stay
-    bit-equal.
-    """
+    """Exchanges that feed one operation become one (q, k and v together). Values stay bit-equal."""
     for node in list(graph.nodes):
         if node.op != "call_function" or isinstance(node.target, Collective):
             continue

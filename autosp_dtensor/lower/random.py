@@ -1,6 +1,4 @@
-"""Random calls on shards: independent draws for different tokens, equal draws where a value is
-replicated.
-"""
+"""Random calls on shards: independent draws for different tokens, equal ones where replicated."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ __all__ = ["Seeded", "mix"]
 
 
 class Seeded:
-    """A random torch call with a seed of its own: from the region's seed, its number there and (if
-    sharded) the rank.
+    """A random torch call seeded by its region's seed, its number there and, if sharded, the rank.
 
     It draws the same numbers whenever it is run again with the same call seed, so recomputation
     replays them; the user's own generators are left as they were.
@@ -40,9 +37,7 @@ class Seeded:
 
 
 def mix(a: int, b: int) -> int:
-    """SplitMix64's finalizer over both numbers (Steele, Lea, Flood, 2014): close seeds give
-    unrelated streams.
-    """
+    """SplitMix64's finalizer of both (Steele, Lea, Flood, 2014): close seeds, unrelated streams."""
     z = (a * 0x9E3779B97F4A7C15 + b + 0x9E3779B97F4A7C15) & (2**64 - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)

@@ -1,5 +1,4 @@
-"""Cut a lowered program into regions: one for each call of a module that must really be called, or
-that is repeated.
+"""Cut a lowered program into regions: calls of modules that must really be called, or repeat.
 
 A region is a graph of its own with the parameters first and then the values it takes; the program
 around it calls it like any function. A block that is repeated is one region with many calls.
@@ -40,9 +39,7 @@ class Region:
     calls: list[Call] = field(default_factory=list)
 
     def walk(self, base: str = "") -> Iterator[tuple[str, Region]]:
-        """(path of the module, region) of this one and of every call inside it, repeated ones
-        too.
-        """
+        """(module path, region) of this one and of every call inside it, repeated ones too."""
         yield base, self
         for call in self.calls:
             yield from call.region.walk(_join(base, call.path))

@@ -1,6 +1,4 @@
-"""Run the lowered program on fake local tensors of some ranks and hold every shape against its
-placement.
-"""
+"""Run the lowered program on fake local tensors and hold every shape against its placement."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ __all__ = ["verify_lowered"]
 
 
 def verify_lowered(graph: Graph, axis_size: int, mode: FakeTensorMode) -> None:
-    """A wrong rewrite of sizes cannot pass: each distinct call is run on the local shapes of the
-    first and last rank.
+    """Run each distinct call on the local shapes of the first and the last rank.
+
+    A wrong rewrite of sizes cannot pass.
 
     Raises:
-        AssertionError: the result of a local call has another shape or dtype than the placement
-            says.
+        AssertionError: a local result has another shape or dtype than its placement says.
     """
     seen: set[Any] = set()
     with mode, torch.no_grad():

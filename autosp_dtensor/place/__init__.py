@@ -32,7 +32,6 @@ def place(
         inputs: placement of each input tensor that comes sharded (a DTensor), None for a whole one.
         seq_dim: the sequence dim of the inputs.
         whole_results: results that every rank needs whole (buffers that forward writes).
-
         blocks: paths of modules that repeat; equal calls of them are placed once.
         regions: paths of modules that become regions (blocks that differ in those inside are not
             equal).

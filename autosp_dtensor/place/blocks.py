@@ -20,8 +20,7 @@ __all__ = ["Block", "PlacedBlock", "outline_blocks"]
 
 @dataclass(eq=False)
 class Block:
-    """The captured graph of one block: placeholders for what comes from outside, get_attr for its
-    own state.
+    """A block's captured graph: placeholders for what comes from outside, get_attr for its state.
 
     Origins in it are relative to `path`, the first module that is such a block.
     """
@@ -36,8 +35,9 @@ class Block:
 
 @dataclass(eq=False)
 class PlacedBlock:
-    """A block for given placements of its inputs. `border` says which input each placeholder of
-    `graph` takes, and how.
+    """A block for given placements of its inputs.
+
+    border: for each placeholder of `graph`, which input it takes and in which placement.
     """
 
     block: Block

@@ -40,7 +40,7 @@ def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) ->
             _element_loss_mean(graph, node, name)
         elif name == "scaled_dot_product_attention":
             _drop_plain_mask(node, pattern_of)
-            _repeat_key_heads(graph, node, axis_size)
+            _share_key_heads(graph, node)
     graph.lint()
     return graph
 
@@ -265,31 +265,60 @@ def _drop_plain_mask(node: Node, pattern_of: Callable[[Node], Pattern | None]) -
     node.kwargs = given
 
 
-def _repeat_key_heads(graph: Graph, node: Node, axis_size: int) -> None:
-    """enable_gqa with fewer key heads than ranks: repeat them, so that query heads decide the
-    split.
+def _share_key_heads(graph: Graph, node: Node) -> None:
+    """Key and value heads that the model repeats for its query heads are shared instead (enable_gqa), so that no
+    copies are exchanged.
     """
     given = _bind(node, _SDPA_NAMES)
-    query, key = facts(given["query"]).meta, facts(given["key"]).meta
-    if not given.get("enable_gqa") or len(query.shape) < 3:
+    if given.get("enable_gqa"):
         return
-    group = query.shape[-3] // key.shape[-3]
-    if key.shape[-3] >= axis_size or group == 1:
+    sources = [_repeated_from(given[name]) for name in ("key", "value")]
+    if any(source is None for source in sources):
         return
-    with graph.inserting_before(node):
-        for name in ("key", "value"):
-            old = given[name]
-            meta = facts(old).meta
-            shape = (*meta.shape[:-3], meta.shape[-3] * group, *meta.shape[-2:])
-            given[name] = _add(
-                graph,
-                node,
-                torch.repeat_interleave,
-                (old, group, len(shape) - 3),
-                {},
-                replace(meta, shape=shape),
-            )
-    given["enable_gqa"] = False
-    node.args = ()
-    node.kwargs = {k: v for k, v in given.items() if k not in ("query", "key", "value")}
-    node.args = (given["query"], given["key"], given["value"])
+    (key, groups), (value, value_groups) = sources  # type: ignore[misc]
+    if groups != value_groups:
+        return
+    query = given.pop("query")
+    given.pop("key"), given.pop("value")
+    given["enable_gqa"] = True
+    node.args, node.kwargs = (query, key, value), given
+
+
+def _repeated_from(node: Any) -> tuple[Node, int] | None:
+    """(x, g) where the node is x [B, Hkv, S, D] with each head g times in a row; None for anything else."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    shape = facts(node).meta.shape
+    if len(shape) != 4:
+        return None
+    name = short_name(node.target)
+    if name == "contiguous":
+        return _repeated_from(node.args[0])
+    if name == "repeat_interleave":
+        source, repeats = (
+            node.args[0],
+            node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats"),
+        )
+        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+        if isinstance(source, Node) and isinstance(repeats, int) and dim in (1, -3):
+            return source, repeats
+        return None
+    if name not in ("reshape", "view", "flatten"):
+        return None
+    wide = node.args[0]
+    if not isinstance(wide, Node) or short_name(wide.target) not in ("expand", "broadcast_to"):
+        return None
+    narrow = wide.args[0]
+    if not isinstance(narrow, Node):
+        return None
+    b, h, s, d = shape
+    wide_shape, narrow_shape = facts(wide).meta.shape, facts(narrow).meta.shape
+    if len(wide_shape) != 5 or wide_shape[3:] != (s, d) or wide_shape[0] != b:
+        return None
+    kept, groups = wide_shape[1], wide_shape[2]
+    if narrow_shape != (b, kept, 1, s, d) or kept * groups != h or groups == 1:
+        return None
+    source = narrow.args[0] if short_name(narrow.target) in ("getitem", "unsqueeze") else None
+    if isinstance(source, Node) and facts(source).meta.shape == (b, kept, s, d):
+        return source, groups
+    return None

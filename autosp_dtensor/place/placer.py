@@ -1,6 +1,4 @@
-"""Give every value a placement, by abstract interpretation of the whole-sequence graph, node by node:
-the rule of an operation lists what is legal, the cheapest is taken.
-"""
+"""Give every value a placement, node by node: of what an operation's rule allows, the cheapest."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ log = logging.getLogger("autosp_dtensor")
 
 
 class Placer(Versions):
-    """Places one captured graph. `result` is the placed graph; node facts hold placements, rule and
-    option.
-    """
+    """Places one captured graph into `result`, whose facts hold placements, rule and option."""
 
     def __init__(
         self,
@@ -124,9 +120,7 @@ class Placer(Versions):
         set_facts(placed, facts(node).having(placements=tuple(facts(r).placement for r in results)))
 
     def _output_placement(self, node: Node) -> Placement:
-        """What a DTensor can say: replicated, or the chunks of `torch.chunk` on one dim; of a
-        block, as it is.
-        """
+        """What a DTensor can say: replicated, or the chunks of `torch.chunk`; of a block, as it is."""
         value = self.values[node]
         placement = value.placement
         if self.around is not None:
@@ -209,9 +203,7 @@ class Placer(Versions):
             self.tuples[node] = (placed, option, homes)
 
     def _split_again(self, node: Node, values: list[Value]) -> None:
-        """After an operation that needed the whole sequence on every rank, go on with this rank's
-        part.
-        """
+        """After an operation that every rank computed whole, go on with this rank's part."""
         value = self.values[node]
         if not isinstance(value.placement, Replicate) or value.home is None:
             return
@@ -236,9 +228,7 @@ class Placer(Versions):
         self._keep(node, placed, option.outs[index], homes[index] if index < len(homes) else None)
 
     def _tensor_index(self, node: Node) -> int:
-        """Which of the call's tensors this element is (elements that are no tensors are not
-        counted).
-        """
+        """Which of the call's tensors this element is, not counting what is no tensor."""
         siblings = sorted({user.args[1] for user in node.args[0].users})  # type: ignore[union-attr, type-var]
         outs = facts(node.args[0]).outs  # type: ignore[arg-type]
         if len(siblings) == len(outs):
@@ -281,9 +271,7 @@ class Placer(Versions):
         return options[best]
 
     def _cut(self, op: Op, rule: Rule, values: list[Value]) -> Option | None:
-        """Where tokens become vectors: integers that come from the sequence go in, floats come
-        out.
-        """
+        """Where tokens become vectors: integers of the sequence go in, floats come out."""
         if not op.outs or not op.outs[0].dtype.is_floating_point:
             return None
         for i, value in enumerate(values):

@@ -45,9 +45,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Option:
-    """One legal way to run an operation: where its tensors must be, and where its results are
-    then.
-    """
+    """One legal way to run an operation: where its tensors must be, and where its results are."""
 
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
@@ -63,13 +61,12 @@ class Local:
 
 
 class Rule:
-    """Base of all rules. `i` counts tensor arguments, `shard` is a placement that one of them has
-    or could have.
-    """
+    """Base of all rules. `i` counts tensor arguments, `shard` is a placement that one could have."""
 
     def from_input(self, op: Op, i: int, shard: Shard, *, local: bool = True) -> Option | None:
-        """The option that takes input i as `shard`; with local=False, where its elements end up,
-        legal or not.
+        """The option for input i as `shard`; local=False: where its elements go, legal or not.
+
+        With local=False the option need not be legal.
         """
         return None
 
@@ -100,8 +97,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Factors:
-    """`ins` and `outs` name each dim of each tensor; None: a dim that no other tensor shares and
-    that stays whole.
+    """Names for each dim of each tensor; None: a dim that no other tensor shares, kept whole.
 
     local: factors on which the op may be sharded. sums: local factors that no output has; sharding
     them leaves a partial sum. prefer: the factors to shard on when the input's own cannot be, in

@@ -28,9 +28,7 @@ _TAP = TapRule()
 
 
 def find_rule(target: Callable[..., Any], name: str, known: Facts) -> Rule | None:
-    """None: no rule. Names count for torch's own functions only, never for a user's function of the
-    same name.
-    """
+    """The operation's rule or None; names count for torch's own functions, never for a user's."""
     key = target.func if isinstance(target, (Opaque, UnderAutocast)) else target
     if isinstance(key, Tap):
         return _TAP

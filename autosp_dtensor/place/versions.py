@@ -26,17 +26,13 @@ Homes = tuple[Shard | None, ...]
 
 
 def redistribute(x: torch.Tensor, source: Placement, target: Placement) -> torch.Tensor:
-    """Marks a change of placement in a placed graph; lowering turns it into a collective or a
-    slice.
-    """
+    """Marks a change of placement; lowering turns it into a collective or a slice."""
     raise AssertionError("a placed graph is not run; lower it first")
 
 
 @dataclass(eq=False)
 class Value:
-    """One captured value in the placed graph: the placement it was computed in, and further
-    versions of it.
-    """
+    """One captured value in the placed graph: the placement it has, and further versions of it."""
 
     source: Node
     placement: Placement
@@ -77,9 +73,7 @@ class Placing:
 
 @dataclass
 class Around:
-    """What a block is placed in: the placer of the graph around it, and its inputs' values
-    there.
-    """
+    """What a block is placed in: the placer of the graph around it, and its inputs' values."""
 
     placer: Versions
     values: list[Value]
@@ -88,8 +82,8 @@ class Around:
 class Versions:
     """The placed graph under construction, and the versions of every captured value in it.
 
-    around: the values outside, where the graph is that of a block. border: for each placeholder of a
-    block's graph, which input it takes and how.
+    around: the values outside, where the graph is that of a block. border: for each placeholder of
+    a block's graph, which input it takes and in which placement.
     """
 
     def __init__(self, axis_size: int, around: Around | None) -> None:
@@ -142,9 +136,7 @@ class Versions:
         return made
 
     def _can_redo(self, value: Value) -> bool:
-        """Cheap, without gradient, computed whole: better computed again on a part of its inputs
-        than sliced.
-        """
+        """Cheap, without gradient, computed whole: better redone on a part than sliced."""
         return (
             value.cheap and REPLICATE in value.versions and value.facts.meta.dtype.is_floating_point
         )

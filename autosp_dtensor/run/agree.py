@@ -1,6 +1,4 @@
-"""Ranks of an sp group must make the same call. They compare a key of each call, so that a
-difference is an error, not a hang.
-"""
+"""Ranks of one sp group compare each call's key: a difference is an error, not a hang."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """Compares small integers over the sp group, on a gloo group of its own, so that no device
-    waits.
-    """
+    """Compares small integers over the sp group, on a gloo group, so that no device waits."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.size = mesh.size()
@@ -101,9 +97,7 @@ def _digest(text: str) -> int:
 
 
 def _content(tensor: torch.Tensor) -> int:
-    """A hash of all values, made on the tensor's own device; order matters. Integer arithmetic
-    wraps.
-    """
+    """A hash of all values in order, made on the tensor's own device; integer arithmetic wraps."""
     with torch.no_grad():
         raw = tensor.detach().contiguous().reshape(-1)
         if raw.is_complex():

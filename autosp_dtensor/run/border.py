@@ -1,6 +1,4 @@
-"""Between the user's tensors and the program's: DTensors in and out, results put back into their
-structure.
-"""
+"""Between the user's tensors and the program's: DTensors in and out."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, meta: Meta, placement: Shard) -> DTensor:
-    """A sharded result as the user sees it: a DTensor whose `full_tensor()` is the value of one
-    device.
-    """
+    """A sharded result as the user sees it: its `full_tensor()` is the value of one device."""
     stride, strides = 1, []
     for size in reversed(meta.shape):
         strides.append(stride)

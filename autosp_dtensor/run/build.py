@@ -81,9 +81,7 @@ def _parents(path: str) -> list[str]:
 
 
 def region_paths(live: nn.Module | None, checkpointed: set[str]) -> set[str]:
-    """Modules whose calls are regions of their own: those that FSDP2 manages, and checkpointed
-    ones.
-    """
+    """Modules whose calls are regions of their own: FSDP2's, and checkpointed ones."""
     if live is None:
         return set()
     managed = {p for p, module in live.named_modules() if p and fsdp_policy(module) is not None}
@@ -91,9 +89,7 @@ def region_paths(live: nn.Module | None, checkpointed: set[str]) -> set[str]:
 
 
 def sequence_length(call: Call, options: Options) -> int | None:
-    """Length of the sequence in a call, by the same rule that placing uses; None where no input has
-    one.
-    """
+    """Length of a call's sequence, by the rule that placing uses; None where no input has one."""
     wide = [t for t in call.tensors if t.dim() > options.seq_dim]
     integers = [t for t in wide if not t.is_floating_point()]
     floats = [t for t in wide if t.is_floating_point() and t.dim() > options.seq_dim + 1]

@@ -1,6 +1,4 @@
-"""One region -> one plain Python function for this rank: no interpreter, values freed at their last
-use.
-"""
+"""One region -> one plain Python function for this rank; values are freed at their last use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What stands in the place of `model.forward`: finds or builds the program of a call, and runs
-it.
-"""
+"""What stands in the place of `model.forward`: finds or builds a call's program, and runs it."""
 
 from __future__ import annotations
 
@@ -77,18 +75,14 @@ class Forward:
         return program(call.tensors, seed)
 
     def _runs_unsharded(self, call: Call) -> bool:
-        """Without gradient, calls that cannot be split (a cache argument, one new token) run whole
-        on every rank.
-        """
+        """Without gradient, what cannot be split (a cache, one token) runs whole on every rank."""
         if torch.is_grad_enabled():
             return False
         length = sequence_length(call, self.options)
         return call.opaque is not None or length is None or length < self.mesh.size()
 
     def _state_text(self, state: tuple[Any, ...]) -> str:
-        """The module's state as text that is equal on ranks that agree; made once for each
-        state.
-        """
+        """The module's state as text, equal on ranks that agree; made once for each state."""
         if state not in self._texts:
             self._texts[state] = state_text(state)
         return self._texts[state]

@@ -127,8 +127,7 @@ class Program:
         return captured.template.fill(values[:count])
 
     def text(self) -> str:
-        """What ranks must agree on, as text: the order of collectives and draws, and which
-        operations there are.
+        """What ranks must agree on, as text: the order of collectives and draws, and all operations.
 
         The order of local operations may differ: Python iterates over sets of strings in another
         order in each process, and some models trace so.
@@ -150,9 +149,7 @@ class Program:
         return _ADDRESS.sub("", "\n".join([*ordered, *sorted(rest)]))
 
     def valid(self) -> bool:
-        """Whether what forward itself changes on the module still has the value the program was
-        traced with.
-        """
+        """Whether what forward itself changes on the module has the value it was traced with."""
         for path, name, old in self.captured.guards:
             assert self.live is not None
             now = self.live.get_submodule(path).__dict__.get(name, _MISSING)
@@ -216,9 +213,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def _state_reader(
     live: nn.Module | None, origin: Origin, consts: dict[str, torch.Tensor]
 ) -> Callable[[], Any]:
-    """Reads a parameter, buffer or attribute as it is on the live module at that moment (FSDP2
-    swaps them).
-    """
+    """Reads a parameter, buffer or attribute as it is on the live module then (FSDP2 swaps them)."""
     if origin.kind == "const":
         value = consts[origin.name]
         return lambda: value
@@ -233,8 +228,7 @@ def _state_reader(
 def _through_module(
     module: nn.Module, run: Callable[..., tuple[Any, ...]]
 ) -> Callable[..., tuple[Any, ...]]:
-    """Call the live module, so that FSDP2 unshards and reshards around the region; its forward is
-    the region.
+    """Call the live module, its forward the region, so that FSDP2 unshards and reshards around it.
 
     The user's own hooks are left out: they run as taps, on DTensors, not on the region's flat local
     values.
@@ -258,9 +252,7 @@ def _through_module(
 
 
 def _checkpointed(run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """What the model itself wraps in torch.utils.checkpoint is recomputed in backward here as
-    well.
-    """
+    """What the model wraps in torch.utils.checkpoint is recomputed in backward here as well."""
 
     def call(seed: int, *inputs: Any) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():

@@ -19,9 +19,7 @@ def _names(count: int) -> list[str]:
 
 
 def along(position: int, default: Any = None, keyword: str = "dim") -> FactorRule:
-    """Same shape out as in; the named dims stay whole (softmax, cumsum, flip): all others are
-    local.
-    """
+    """Same shape out as in; the named dims stay whole (softmax, cumsum, flip), others are local."""
 
     def factors(op: Op) -> Factors:
         rank = len(op.ins[0].shape)
@@ -195,9 +193,7 @@ def _is_padded(op: Op, dim: int, rank: int) -> bool:
 
 
 def cat_factors(op: Op) -> Factors:
-    """cat: the joined dim is whole, others local. Legacy empty tensors of shape (0,) take no
-    part.
-    """
+    """cat: the joined dim is whole, others local. Legacy tensors of shape (0,) do not count."""
     rank = len(op.outs[0].shape)
     dim = argument(op, 1, "dim", 0) % rank
     others = tuple(None if d == dim else str(d) for d in range(rank))
@@ -237,9 +233,7 @@ def one_hot_factors(op: Op) -> Factors:
 
 
 def repeat_interleave_factors(op: Op) -> Factors:
-    """Dims other than the repeated one are local; with a tensor of counts, or flattened, none
-    is.
-    """
+    """Dims other than the repeated one are local; with a tensor of counts, or flattened, none."""
     rank = len(op.ins[0].shape)
     dim = argument(op, 2, "dim")
     names = _names(rank)

@@ -1,6 +1,4 @@
-"""Indexing, slicing, and writing to a slice. A slice of a sequence stays where it is: no rank sends
-anything.
-"""
+"""Indexing, slicing, writing to a slice. A slice of a sequence stays where it is."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ __all__ = ["RULES"]
 
 @dataclass(frozen=True)
 class _Entry:
-    """One dim of the input under an index. kind: "full", "slice", "int", "tensor"; out: the
-    result's dim or None.
-    """
+    """One input dim under an index; kind: "full", "slice", "int", "tensor"; out: its result dim."""
 
     kind: str
     value: Any
@@ -35,9 +31,7 @@ class _Plan:
 
 
 def _expanded(op: Op) -> list[Any]:
-    """The index as a list with one entry per input dim (None entries kept), Ellipsis spelled
-    out.
-    """
+    """The index as a list, one entry per input dim (None entries kept), Ellipsis spelled out."""
     index = op.args[1]
     items = (
         list(index) if isinstance(index, (tuple, list)) and not _is_list_index(index) else [index]
@@ -65,9 +59,7 @@ def _consumes(op: Op, item: Any) -> int:
 
 
 def _plan(op: Op) -> _Plan | None:
-    """Names for the dims of the tensor, of index tensors and of the result; None for what is not
-    understood.
-    """
+    """Names for the dims of the tensor, index tensors and result; None: not understood."""
     items = _expanded(op)
     if any(
         isinstance(item, bool) or _consumes(op, item) != 1 for item in items if item is not None
@@ -194,9 +186,7 @@ class GetitemRule(Rule):
 
 
 def pick(x: torch.Tensor, index: tuple[Any, ...], dim: int, owned: int) -> torch.Tensor:
-    """x[index] on the rank that owns the position of the cut dim, zeros elsewhere; with a gradient
-    path on every rank.
-    """
+    """x[index] on the owner of the position, zeros elsewhere; with a gradient path on every rank."""
     if owned:
         return x[index]
     zeros = x.narrow(dim, 0, 0).sum(

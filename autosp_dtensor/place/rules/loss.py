@@ -1,5 +1,4 @@
-"""Losses. A mean over tokens is a sum over the count of all ranks' tokens, so only sums are placed
-here.
+"""Losses. Only sums are placed: a mean over tokens is a sum over the count of all ranks' tokens.
 
 `place/canonical.py` rewrites reduction="mean" into that form first; DTensor's own rule averages the
 ranks' means, which is wrong where valid targets are spread unevenly and NaN where a rank has none
@@ -14,9 +13,7 @@ __all__ = ["RULES"]
 
 
 def class_loss_factors(op: Op) -> Factors:
-    """input [N, C] or [B, C, ...], target [N] or [B, ...] (or of the input's shape): classes whole,
-    tokens local.
-    """
+    """input [N, C] or [B, C, ...], target [N], [B, ...] or as input: classes whole, tokens local."""
     rank = len(op.ins[0].shape)
     tokens = [f"t{i}" for i in range(rank - 1)]
     if rank > 1:

@@ -1,6 +1,4 @@
-"""Operations that treat every element alike, with broadcasting; most are found by ATen's own
-tag.
-"""
+"""Operations that treat every element alike, with broadcasting; most are found by ATen's tag."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def broadcast_factors(op: Op) -> Factors:
 
 
 def element_loss_factors(op: Op) -> Factors:
-    """Losses by element: local with reduction="none", which `place/canonical.py` makes of all
-    others.
-    """
+    """Losses by element: local once `place/canonical.py` has made them reduction="none"."""
     if op.outs[0].shape != torch.broadcast_shapes(*(meta.shape for meta in op.ins[:2])):
         blank = tuple((None,) * len(meta.shape) for meta in op.ins)
         return Factors(blank, ((None,) * len(op.outs[0].shape),), frozenset())

@@ -1,6 +1,4 @@
-"""Operations that only rearrange dims. DTensor's own view rules differ by torch version; these
-serve all.
-"""
+"""Operations that only rearrange dims; DTensor's own view rules differ by torch version."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ __all__ = ["RULES", "reshape_shard"]
 
 
 def reshape_shard(source: tuple[int, ...], target: tuple[int, ...], shard: Shard) -> Shard | None:
-    """Where a sharded dim goes in a row-major reshape, or None where a rank's part is no interval
-    of one dim.
+    """Where a sharded dim goes in a row-major reshape; None: a part is no interval of one dim.
 
     In the flat order of elements a shard is `outer` blocks, of which each rank holds an interval.
     The same is said of the target with other numbers: [2, 8@sp, 6] -> [16@sp, 6] has outer 2,
