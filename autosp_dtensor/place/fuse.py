@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from ..graph import facts, set_facts, short_name
+from ..graph import Meta, facts, set_facts, short_name
 from .masks import MASKED_BELOW, Pattern
 
 __all__ = ["fuse_attention"]
@@ -32,7 +32,7 @@ class _Scores:
     product: Node | None = None
     scale: float = 1.0
     masks: list[Node] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
+    casts: list[Node] = field(default_factory=list)
 
 
 def fuse_attention(graph: Graph, recognize: Recognize) -> Graph:
@@ -50,14 +50,15 @@ def _fuse(graph: Graph, softmax: Node, recognize: Recognize) -> None:
     if not _is_last_dim(softmax):
         return
     scores = _walk_back(softmax.args[0])
-    final, dropout_p = _walk_forward(softmax)
+    casts: list[Node] = []
+    final, dropout_p = _walk_forward(softmax, casts)
     if scores is None or scores.product is None or final is None:
         return
-    query, keys = scores.product.args[:2]
+    query, keys = scores.product.args
     value = final.args[1]
-    if not all(isinstance(n, Node) for n in (query, keys, value)) or not _fits(
-        query, keys, value, softmax
-    ):
+    if not all(isinstance(n, Node) for n in (query, keys, value)):
+        return
+    if scores.scale <= 0 or not _fits(query, keys, value, [softmax, *scores.casts, *casts]):
         return
     patterns = [recognize(mask) for mask in scores.masks]
     if any(pattern is None for pattern in patterns):
@@ -76,6 +77,8 @@ def _fuse(graph: Graph, softmax: Node, recognize: Recognize) -> None:
         )
         causal = Pattern.CAUSAL in patterns
         options = {"dropout_p": dropout_p, "is_causal": causal, "scale": scores.scale}
+        if _is_shared(facts(query).meta, facts(keys).meta):
+            options["enable_gqa"] = True
         fused = graph.call_function(F.scaled_dot_product_attention, (query, key, value), options)
         set_facts(fused, replace(known, random=dropout_p > 0, aten=()))
     final.replace_all_uses_with(fused)
@@ -86,22 +89,23 @@ def _is_last_dim(softmax: Node) -> bool:
     return dim in (-1, len(facts(softmax).meta.shape) - 1)
 
 
-def _fits(query: Any, keys: Any, value: Any, softmax: Node) -> bool:
-    """Same leading dims, same dtype, and softmax in at least as many bits."""
+def _fits(query: Any, keys: Any, value: Any, floats: list[Node]) -> bool:
+    """Same leading dims (one key head may serve all), same dtype, nothing in fewer bits between."""
     q, k, v = (facts(n).meta for n in (query, keys, value))
-    bits = (
-        torch.finfo(facts(softmax).meta.dtype).bits
-        if facts(softmax).meta.dtype.is_floating_point
-        else 0
-    )
-    return (
-        len(q.shape) == len(k.shape) == len(v.shape)
-        and len(q.shape) in (3, 4)
-        and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
-        and q.dtype == k.dtype == v.dtype
-        and q.dtype.is_floating_point
-        and bits >= torch.finfo(q.dtype).bits
-    )
+    if not (len(q.shape) == len(k.shape) == len(v.shape) and len(q.shape) in (3, 4)):
+        return False
+    if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
+        return False
+    if k.shape[:-2] != v.shape[:-2] or not (q.shape[:-2] == k.shape[:-2] or _is_shared(q, k)):
+        return False
+    dtypes = [facts(n).meta.dtype for n in floats]
+    least = torch.finfo(q.dtype).bits
+    return all(d.is_floating_point and torch.finfo(d).bits >= least for d in dtypes)
+
+
+def _is_shared(q: Meta, k: Meta) -> bool:
+    """One key head for all query heads, by broadcasting."""
+    return len(q.shape) == 4 and k.shape[-3] == 1 and q.shape[:-3] == k.shape[:-3]
 
 
 def _walk_back(start: Any) -> _Scores | None:
@@ -112,11 +116,13 @@ def _walk_back(start: Any) -> _Scores | None:
     node = start
     while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
         name = short_name(node.target)
-        found.nodes.append(node)
-        if name in ("matmul", "bmm") and len(node.all_input_nodes) <= 2:
+        if node.kwargs and name not in _CASTS:
+            return None  # torch.add(mask, scores, alpha=0.1) and the like
+        if name in ("matmul", "bmm"):
             found.product = node
-            return found
+            return found if len(node.args) == 2 else None
         if name in _CASTS:
+            found.casts.append(node)
             node = node.args[0]
             continue
         step = _mask_step(node, name, found) or _scale_step(node, name, found)
@@ -136,7 +142,10 @@ def _mask_step(node: Node, name: str, found: _Scores) -> Node | None:
     if name == "add" and len(args) == 2 and all(isinstance(a, Node) for a in args):
         sides = [a for a in args if _leads_to_product(a)]
         if len(sides) == 1:
-            found.masks.append(args[1 - args.index(sides[0])])  # type: ignore[arg-type]
+            mask = args[1 - args.index(sides[0])]
+            if not facts(mask).meta.dtype.is_floating_point:  # type: ignore[arg-type]
+                return None  # adding True adds 1
+            found.masks.append(mask)  # type: ignore[arg-type]
             return sides[0]  # type: ignore[return-value]
     elif name == "masked_fill" and len(args) == 3 and _forbids(args[2]):
         found.masks.append(_not(node, args[1]))
@@ -225,7 +234,7 @@ def _scale_step(node: Node, name: str, found: _Scores) -> Node | None:
     return None
 
 
-def _walk_forward(softmax: Node) -> tuple[Node | None, float]:
+def _walk_forward(softmax: Node, casts: list[Node]) -> tuple[Node | None, float]:
     """From softmax through casts and dropout to the product with the values; (it, dropout
     probability).
     """
@@ -236,12 +245,14 @@ def _walk_forward(softmax: Node) -> tuple[Node | None, float]:
             return None, 0.0
         name = short_name(user.target)
         if name in ("matmul", "bmm"):
-            return user, probability
+            return (user if len(user.args) == 2 and not user.kwargs else None), probability
         if name == "dropout":
             training = user.args[2] if len(user.args) > 2 else user.kwargs.get("training", True)
             rate = user.args[1] if len(user.args) > 1 else user.kwargs.get("p", 0.5)
             probability = float(rate) if training else 0.0  # type: ignore[arg-type]
-        elif name not in _CASTS:
+        elif name in _CASTS:
+            casts.append(user)
+        else:
             return None, 0.0
         node = user
     return None, 0.0

@@ -125,6 +125,8 @@ class Expression:
     # -- large ones ---------------------------------------------------------------------------
 
     def _exact(self, node: Node, rect: Rect) -> torch.Tensor:
+        if facts(node).random:
+            raise NotStatic(node.name)
         if not self._is_large(node):
             return self._cut(node, rect)
         if node.op == "get_attr":
@@ -182,6 +184,8 @@ class Expression:
         return source
 
     def _bounds(self, node: Node, rect: Rect) -> Bounds | None:
+        if facts(node).random:  # short names: torch.rand must not pass for the operator __rand__
+            raise NotStatic(node.name)
         if not self._is_large(node):
             value = self._cut(node, rect)
             if value.numel() == 0:

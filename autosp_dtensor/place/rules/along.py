@@ -295,7 +295,6 @@ RULES: dict[str, Rule] = {
     "diff": along(2, -1),
     "unfold": FactorRule(unfold_factors),
     "group_norm": FactorRule(batch_alone),
-    "instance_norm": FactorRule(batch_alone),
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"), ReadsNothing()),
     "normalize": along(2, 1),
     "flip": along(1, keyword="dims"),
