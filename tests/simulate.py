@@ -28,7 +28,7 @@ from autosp_dtensor.lower import Call as RegionCall
 from autosp_dtensor.lower import Collective, Drawn, Region, bound, cut_regions, lower
 from autosp_dtensor.lower.random import Seeded
 from autosp_dtensor.place import place
-from autosp_dtensor.placement import Partial, Placement, Replicate, Shard
+from autosp_dtensor.placement import Cover, Partial, Placement, Replicate, Shard
 from autosp_dtensor.run.build import block_paths, region_paths
 from autosp_dtensor.run.constants import Constants
 from autosp_dtensor.tree import flatten
@@ -51,6 +51,8 @@ def one_thread() -> Iterator[None]:
 
 def positions(shard: Shard, rank: int) -> Tensor:
     """Which positions of the whole dim a rank holds, in its local order."""
+    if isinstance(shard, Cover):  # intervals that may overlap
+        return torch.arange(shard.starts[rank], shard.starts[rank] + shard.sizes[rank])
     start = sum(shard.sizes[:rank])
     block = sum(shard.sizes)
     return torch.tensor(

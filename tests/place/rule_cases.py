@@ -212,18 +212,30 @@ PRODUCTS: dict[str, list[Case]] = {
     ],
     "addmm": [
         Case(torch.addmm, (f(4), f(8, 6), f(6, 4)), "x,x.,.x"),
-        Case(lambda *t: torch.addmm(*t, beta=0.5, alpha=2.0), (f(8, 4), f(8, 6), f(6, 4)), "xx,x.,.x"),
+        Case(
+            lambda *t: torch.addmm(*t, beta=0.5, alpha=2.0), (f(8, 4), f(8, 6), f(6, 4)), "xx,x.,.x"
+        ),
     ],
     "outer": [Case(torch.outer, (f(8), f(6)), "x,x")],
     "ger": [Case(torch.ger, (f(8), f(6)), "x,x")],
     "einsum": [
-        Case(lambda x, y: torch.einsum("bhqd,bhkd->bhqk", x, y), (f(2, 4, 8, 6), f(2, 4, 6, 6)), "xxxx,xxxx"),
-        Case(lambda x, y: torch.einsum("... d, e d -> ... e", x, y), (f(2, 8, 6), f(4, 6)), "xxx,xx"),
+        Case(
+            lambda x, y: torch.einsum("bhqd,bhkd->bhqk", x, y),
+            (f(2, 4, 8, 6), f(2, 4, 6, 6)),
+            "xxxx,xxxx",
+        ),
+        Case(
+            lambda x, y: torch.einsum("... d, e d -> ... e", x, y), (f(2, 8, 6), f(4, 6)), "xxx,xx"
+        ),
         Case(lambda x, y: torch.einsum("bsd,bsd", x, y), (f(2, 8, 6), f(2, 8, 6)), "xxx,xxx"),
         Case(lambda x: torch.einsum("bii->bi", x), (f(4, 6, 6),), "x.."),
         Case(lambda x: torch.einsum("bij->bj", x), (f(4, 6, 6),), "xxx"),
         Case(lambda x, y: torch.einsum("ij,jk", x, y), (f(8, 6), f(6, 4)), "xx,xx"),
-        Case(lambda x, y, z: torch.einsum("bi,ij,bj->b", x, y, z), (f(4, 8), f(8, 6), f(4, 6)), "xx,xx,xx"),
+        Case(
+            lambda x, y, z: torch.einsum("bi,ij,bj->b", x, y, z),
+            (f(4, 8), f(8, 6), f(4, 6)),
+            "xx,xx,xx",
+        ),
     ],
     "embedding": [
         Case(F.embedding, (i(4, 8, high=10), f(10, 6)), "xx,.x"),
@@ -235,17 +247,35 @@ PRODUCTS: dict[str, list[Case]] = {
         ),
     ],
     "conv1d": [
-        Case(lambda x, w: F.conv1d(x, w, padding=1), (f(4, 6, 8), f(2, 6, 3)), "x..,x..", empty=False),
+        Case(
+            lambda x, w: F.conv1d(x, w, padding=1), (f(4, 6, 8), f(2, 6, 3)), "x..,x..", empty=False
+        ),
         Case(F.conv1d, (f(4, 6, 8), f(2, 6, 3), f(2)), "x..,x..,x", empty=False),
-        Case(lambda x, w: F.conv1d(x, w, groups=6), (f(4, 6, 8), f(6, 1, 3)), "xx.,x..", empty=False),
-        Case(lambda x, w, k: F.conv1d(x, w, k, groups=6), (f(4, 6, 8), f(6, 1, 3), f(6)), "xx.,x..,x", empty=False),
-        Case(lambda x, w: F.conv1d(x, w, groups=2), (f(4, 6, 8), f(4, 3, 3)), "x..,...", empty=False),
-        Case(lambda x, w: F.conv1d(x, w, groups=6), (f(4, 6, 8), f(12, 1, 3)), "x..,...", empty=False),
+        Case(
+            lambda x, w: F.conv1d(x, w, groups=6), (f(4, 6, 8), f(6, 1, 3)), "xx.,x..", empty=False
+        ),
+        Case(
+            lambda x, w, k: F.conv1d(x, w, k, groups=6),
+            (f(4, 6, 8), f(6, 1, 3), f(6)),
+            "xx.,x..,x",
+            empty=False,
+        ),
+        Case(
+            lambda x, w: F.conv1d(x, w, groups=2), (f(4, 6, 8), f(4, 3, 3)), "x..,...", empty=False
+        ),
+        Case(
+            lambda x, w: F.conv1d(x, w, groups=6), (f(4, 6, 8), f(12, 1, 3)), "x..,...", empty=False
+        ),
         Case(F.conv1d, (f(6, 8), f(2, 6, 3)), "..,x..", empty=False),
     ],
     "conv2d": [
         Case(F.conv2d, (f(4, 3, 8, 6), f(2, 3, 3, 3)), "x...,x...", empty=False),
-        Case(lambda x, w: F.conv2d(x, w, groups=4), (f(2, 4, 8, 6), f(4, 1, 3, 3)), "xx..,x...", empty=False),
+        Case(
+            lambda x, w: F.conv2d(x, w, groups=4),
+            (f(2, 4, 8, 6), f(4, 1, 3, 3)),
+            "xx..,x...",
+            empty=False,
+        ),
     ],
     "conv3d": [Case(F.conv3d, (f(2, 3, 4, 4, 4), f(2, 3, 3, 3, 3)), "x....,x....", empty=False)],
     "scaled_dot_product_attention": [
@@ -256,7 +286,11 @@ PRODUCTS: dict[str, list[Case]] = {
         Case(_attend(), (_Q, _K, _K, f(2, 4, 1, 6)), "xxx.,xx..,xx..,xx.."),
         Case(_attend(scale=0.3), (f(4, 8, 3), f(4, 6, 3), f(4, 6, 3)), "xx.,x..,x.."),
         Case(_attend(), (f(8, 3), f(6, 3), f(6, 3)), "x.,..,.."),
-        Case(_attend(enable_gqa=True), (f(2, 8, 6, 3), f(2, 4, 5, 3), f(2, 4, 5, 3)), "xxx.,xx..,xx.."),
+        Case(
+            _attend(enable_gqa=True),
+            (f(2, 8, 6, 3), f(2, 4, 5, 3), f(2, 4, 5, 3)),
+            "xxx.,xx..,xx..",
+        ),
         Case(
             _attend(enable_gqa=True, is_causal=True),
             (f(2, 8, 6, 3), f(2, 2, 6, 3), f(2, 2, 6, 3)),
@@ -268,7 +302,7 @@ PRODUCTS: dict[str, list[Case]] = {
             "xxx.,xx..,xx..,..x.",
         ),
     ],
-}  # fmt: skip
+}
 
 
 def _along(call: Callable[[Tensor, int], Any]) -> list[Case]:
@@ -469,7 +503,9 @@ ALONG: dict[str, list[Case]] = {
     ],
     "take_along_dim": [
         Case(lambda x, k: torch.take_along_dim(x, k, 1), (f(4, 8, 6), _INDEX), "x.x,x.x"),
-        Case(lambda x, k: torch.take_along_dim(x, k, 1), (f(4, 8, 6), i(1, 5, 1, high=8)), "...,..."),
+        Case(
+            lambda x, k: torch.take_along_dim(x, k, 1), (f(4, 8, 6), i(1, 5, 1, high=8)), "...,..."
+        ),
         Case(torch.take_along_dim, (f(4, 8), i(5)), "..,."),
     ],
     "scatter": [
@@ -519,7 +555,9 @@ ALONG: dict[str, list[Case]] = {
         Case(lambda x, y: torch.cat([x, y], -1), (f(4, 8, 6), f(4, 8, 2)), "xx.,xx."),
         Case(lambda x, y: torch.cat((x, y), axis=1), (f(4, 8, 6), f(4, 8, 6)), "x.x,x.x"),
         Case(lambda x, y: torch.cat([x, y], -1), (f(4, 8, 6), f(4, 8, 0)), "xxx,xx."),
-        Case(lambda x, y: torch.cat([x, y]), (f(4, 8), torch.empty(0, dtype=torch.float64)), "xx,."),
+        Case(
+            lambda x, y: torch.cat([x, y]), (f(4, 8), torch.empty(0, dtype=torch.float64)), "xx,."
+        ),
         Case(lambda x: torch.cat([x, x], 1), (f(4, 8, 6),), "x.x,x.x"),
     ],
     "concat": [Case(lambda x, y: torch.concat([x, y], 1), (f(4, 8), f(4, 2)), "x.,x.")],
@@ -559,7 +597,7 @@ ALONG: dict[str, list[Case]] = {
         Case(lambda x: x.repeat(3, 1, 1, 1), _ONE, "xxx"),
     ],
     "tile": [Case(lambda x: x.tile((2, 1)), _ONE, "x.x")],
-}  # fmt: skip
+}
 
 VIEWS: dict[str, list[Case]] = {
     "view": [
@@ -589,7 +627,10 @@ VIEWS: dict[str, list[Case]] = {
         Case(lambda x: x.squeeze(1), (f(4, 1, 8),), "x.x"),
         Case(lambda x: x.squeeze(0), (f(4, 1, 8),), "x.x"),
     ],
-    "unsqueeze": [Case(lambda x: x.unsqueeze(1), _ONE, "xxx"), Case(lambda x: x.unsqueeze(-1), _ONE, "xxx")],
+    "unsqueeze": [
+        Case(lambda x: x.unsqueeze(1), _ONE, "xxx"),
+        Case(lambda x: x.unsqueeze(-1), _ONE, "xxx"),
+    ],
     "view_as": [Case(lambda x, y: x.view_as(y), (f(4, 8), f(32)), "xx,.")],
     "reshape_as": [Case(lambda x, y: x.reshape_as(y), (f(4, 8), f(2, 2, 8)), "xx,...")],
     "ravel": [Case(torch.ravel, _ONE, "xxx")],
@@ -631,7 +672,7 @@ VIEWS: dict[str, list[Case]] = {
     ],
     "view_as_complex": [Case(torch.view_as_complex, (f(4, 8, 2),), "xx.")],
     "view_as_real": [Case(torch.view_as_real, (c(4, 8),), "xx")],
-}  # fmt: skip
+}
 
 _ROWS = torch.tensor([3, 0, 2])
 
@@ -673,9 +714,7 @@ INDEX: dict[str, list[Case]] = {
     "setitem": [
         Case(_written(lambda x: _set(x, (slice(None), 2), 0.0)), _ONE, "x.x"),
         Case(_written(lambda x: _set(x, (..., slice(1, 3)), 1.0)), _ONE, "xx."),
-        Case(
-            _written(lambda x, y: _set(x, (slice(None), 2), y)), (f(4, 8, 6), f(4, 6)), "x.x,xx"
-        ),
+        Case(_written(lambda x, y: _set(x, (slice(None), 2), y)), (f(4, 8, 6), f(4, 6)), "x.x,xx"),
         Case(
             _written(lambda x, y: _set(x, (slice(None), slice(2, 5)), y)),
             (f(4, 8, 6), f(3, 6)),
@@ -686,11 +725,9 @@ INDEX: dict[str, list[Case]] = {
             (f(4, 8, 6), f(4, 1, 1)),
             "x.x,x..",
         ),
-        Case(
-            _written(lambda x, k: _set(x, (slice(None), k), 0.0)), (f(4, 8, 6), _ROWS), "...,."
-        ),
+        Case(_written(lambda x, k: _set(x, (slice(None), k), 0.0)), (f(4, 8, 6), _ROWS), "...,."),
     ],
-}  # fmt: skip
+}
 
 
 def _tokens(call: Callable[..., Tensor], **options: Any) -> list[Case]:
@@ -713,7 +750,9 @@ LOSSES: dict[str, list[Case]] = {
     "cross_entropy": [
         *_tokens(lambda x: x, name="cross_entropy"),
         Case(_reduced("cross_entropy", reduction="sum"), (f(8, 5), i(8), u(5)), "x.,x,."),
-        Case(_reduced("cross_entropy", reduction="sum", label_smoothing=0.1), (f(8, 5), i(8)), "x.,x"),
+        Case(
+            _reduced("cross_entropy", reduction="sum", label_smoothing=0.1), (f(8, 5), i(8)), "x.,x"
+        ),
         Case(_reduced("cross_entropy", reduction="sum"), (f(8, 5), u(8, 5)), "x.,x."),
         Case(_reduced("cross_entropy", reduction="none"), (f(4, 5, 8), u(4, 5, 8)), "x.x,x.x"),
         Case(_reduced("cross_entropy", reduction="sum"), (f(5), torch.tensor(2)), ".,"),
@@ -733,6 +772,6 @@ LOSSES: dict[str, list[Case]] = {
             canonical=True,
         ),
     ],
-}  # fmt: skip
+}
 
 CASES: dict[str, list[Case]] = {**POINTWISE, **PRODUCTS, **ALONG, **VIEWS, **INDEX, **LOSSES}

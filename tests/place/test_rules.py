@@ -289,7 +289,7 @@ _FORBIDDEN: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     ),
     "index with a table": (lambda x: x[:, torch.arange(7, -1, -1)], (_X,), 1),
     "where on other rows": (lambda x: torch.where(b(6, 6), x, 0.0).tril(), (f(6, 6),), 0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", _FORBIDDEN)

@@ -15,34 +15,13 @@ from torch import Tensor
 
 from tests import models
 from tests.compare import assert_same_as_one_device, compare, gather, one_device
+from tests.losses import WEIGHT, dpo, label_smoothing, sequence_mean, token_sum
 from tests.model_t import IGNORED, ModelT, TConfig, ids_of_t, labels_with_targets
 from tests.pool import Rank, run_on_ranks
-from tests.ranks.test_losses import WEIGHT, dpo, label_smoothing, sequence_mean
+from tests.ranks.cases import batch_with, checked, shifted, t_on_ranks
 from tests.ranks.training import parallelize_then_shard
 
 ALL = range(15)
-
-
-def checked(value: float) -> Any:
-    """A figure of the file, as far as it is written out there."""
-    return pytest.approx(value, abs=5.1e-4)
-
-
-def t_on_ranks(rank: Rank, config: TConfig, batch: dict[str, Tensor]) -> float:
-    want = assert_same_as_one_device(
-        rank, partial(models.build_t, config), batch, rank.mesh(sp=rank.world_size)
-    )
-    assert want.loss is not None
-    return want.loss.item()
-
-
-def batch_with(slots: Any, rows: int = 1, **more: Tensor) -> dict[str, Tensor]:
-    ids = ids_of_t(rows)
-    return {"ids": ids, "labels": labels_with_targets(ids, slots), **more}
-
-
-def shifted(labels: Tensor) -> Tensor:
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 # label-boundary
@@ -137,11 +116,6 @@ def test_fc_005_gradient_norm_is_the_same_on_every_layout() -> None:
     ]
     norms = [run_on_ranks(norm_on_layout, axes)[0] for axes in layouts]
     assert norms == pytest.approx([norms[0]] * 4, rel=1e-12)
-
-
-def token_sum(logits: Tensor, targets: Tensor, num_items: Any) -> Tensor:
-    summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return summed / num_items
 
 
 def accumulate(

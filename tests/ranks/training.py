@@ -3,7 +3,9 @@ with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,13 @@ from torch.distributed.tensor import DTensor
 from tests import models
 from tests.compare import dp_index
 from tests.model_t import ids_of_t, labels_with_targets
+
+
+def split(model: Any, mesh: Any, **options: Any) -> Any:
+    """`autosp.parallelize`, imported where it is used: the package is loaded on the ranks only."""
+    import autosp_dtensor as autosp
+
+    return autosp.parallelize(model, mesh, **options)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -114,9 +123,40 @@ def train_on_ranks(
     return losses
 
 
+def equal_on_all_ranks(state: dict[str, Tensor]) -> None:
+    """Bit for bit: what rank 0 has is what this rank has."""
+    for name, value in state.items():
+        first = value.clone()
+        torch.distributed.broadcast(first, 0)
+        assert torch.equal(first, value), name
+
+
 def assert_state_close(
     model: nn.Module, reference: nn.Module, rtol: float = 1e-9, atol: float = 1e-12
 ) -> None:
     want = dict(reference.named_parameters())
     for name, value in whole_state(model).items():
         torch.testing.assert_close(value, want[name].detach(), rtol=rtol, atol=atol, msg=name)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the package logs meanwhile, one entry a record."""
+    logger, handler = logging.getLogger("autosp_dtensor"), _Lines()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

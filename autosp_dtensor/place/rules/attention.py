@@ -57,7 +57,7 @@ class AttentionRule(Rule):
     def from_input(self, op: Op, i: int, shard: Shard, *, local: bool = True) -> Option | None:
         heads = len(op.ins[i].shape) - 3
         group = grouped_heads(op)
-        if group > 1 and shard.dim == heads and local:
+        if group > 1 and shard.dim == heads:
             if i == 0:
                 return self._by_query_heads(op, shard)
             return self._by_query_heads(op, shard.scaled(group)) if i in (1, 2) else None
