@@ -108,7 +108,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     """The class before FSDP2 put its own in front; a class that cannot be copied otherwise."""
     cls = type(module)
     if isinstance(module, FSDPModule):
-        return cls.__mro__[cls._orig_cls_mro_index if hasattr(cls, "_orig_cls_mro_index") else 2]
+        return cls.__mro__[getattr(cls, "_orig_cls_mro_index", 2)]
     return cls
 
 
@@ -159,4 +159,5 @@ def no_torch_function() -> Any:
     return torch._C.DisableTorchFunction()
 
 
-NON_REENTRANT = "_checkpoint_without_reentrant_generator"  # what checkpoint(use_reentrant=False) runs, looked up by name
+# What checkpoint(use_reentrant=False) runs, looked up by name.
+NON_REENTRANT = "_checkpoint_without_reentrant_generator"

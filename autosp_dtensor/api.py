@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -75,12 +75,13 @@ def parallelize(
                 why="its sequence would be split twice",
                 fix="call parallelize once, on the outermost module that takes whole sequences",
             )
-    forward = Forward(model, sp, mesh, Options(seq_dim=seq_dim, check_ranks=check_ranks))
-    forward.gradient_mesh = fsdp_mesh(mesh, sp_axis=sp_axis, dp_axis=dp_axis)  # type: ignore[attr-defined]
-    if isinstance(model, nn.Module):
-        model.__dict__["forward"] = forward
-        return model
-    return forward  # type: ignore[return-value]
+    gradient_mesh = fsdp_mesh(mesh, sp_axis=sp_axis, dp_axis=dp_axis)
+    options = Options(seq_dim=seq_dim, check_ranks=check_ranks)
+    forward = Forward(model, sp, gradient_mesh, options)
+    if not isinstance(model, nn.Module):
+        return cast(T, forward)
+    model.__dict__["forward"] = forward
+    return cast(T, model)
 
 
 def forward_of(model: Any) -> Forward | None:
@@ -140,7 +141,7 @@ def sync_gradients(model: nn.Module) -> None:
         UsageError: the model is not parallelized, or FSDP2 manages all its parameters.
     """
     forward = _runner(model, "sync_gradients")
-    mesh: DeviceMesh = forward.gradient_mesh  # type: ignore[attr-defined]
+    mesh = forward.gradient_mesh
     trained = [p for p in model.parameters() if p.requires_grad]
     parameters = [p for p in trained if not isinstance(p, DTensor)]
     if trained and not parameters:

@@ -68,7 +68,7 @@ def verify_call(
     tolerance: float | None,
 ) -> Report:
     """Run both; gradients already on the parameters are put back afterwards."""
-    mesh: DeviceMesh = forward.gradient_mesh  # type: ignore[attr-defined]
+    mesh = forward.gradient_mesh
     saved = [parameter.grad for parameter in model.parameters()]
     reference = _one_device(model)
     generator = torch.get_rng_state()

@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 from ._torch import FakeTensorMode
 from .capture.targets import Opaque
 from .errors import UsageError
-from .graph import describe, facts, short_name
+from .graph import arg, describe, facts, short_name
 from .lower import Call, Collective, Drawn, Region, bound, local_meta
 from .lower.layout import take_shard
 from .placement import Shard
@@ -167,17 +167,18 @@ def _run_fake(node: Node, values: dict[Node, Any]) -> Any:
         return empty()
     args, kwargs = map_aggregate(
         (node.args, node.kwargs), lambda v: values[v] if isinstance(v, Node) else v
-    )  # type: ignore[misc]
+    )
     if isinstance(target, Collective):
         if target.kind == "slice":
             placed = target.moves[0][1]
             assert isinstance(placed, Shard)
-            return take_shard(args[0], placed, 0)
+            return take_shard(values[arg(node, 0)], placed, 0)
         return empty()
     if isinstance(target, Opaque):
         return empty()
     if isinstance(target, Drawn):
         target = target.target
+    target = getattr(target, "without_data", target)
     return target(*bound(args, 0), **bound(kwargs, 0))
 
 

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
 from .placement import Partial, Placement, Shard
 
-__all__ = ["Facts", "Meta", "Origin", "Scope", "describe", "facts", "set_facts", "short_name"]
+__all__ = [
+    "Facts",
+    "Meta",
+    "Origin",
+    "Scope",
+    "arg",
+    "arg_nodes",
+    "callee",
+    "describe",
+    "facts",
+    "result_nodes",
+    "set_facts",
+    "short_name",
+]
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,28 @@ def set_facts(node: Node, value: Facts) -> None:
     node.meta["autosp"] = value
 
 
+def arg(node: Node, index: int) -> Node:
+    """The node that `node` takes as its index-th argument."""
+    taken = node.args[index]
+    assert isinstance(taken, Node), f"argument {index} of {node} is {taken!r}"
+    return taken
+
+
+def arg_nodes(node: Node) -> tuple[Node, ...]:
+    """All arguments of a call that takes nodes alone (of a block, a region, an exchange)."""
+    return cast(tuple[Node, ...], node.args)
+
+
+def result_nodes(output: Node) -> tuple[Node, ...]:
+    """What an output node returns."""
+    return cast(tuple[Node, ...], output.args[0])
+
+
+def callee(node: Node) -> Callable[..., Any]:
+    """What a call_function node calls."""
+    return cast(Callable[..., Any], node.target)
+
+
 _SHORT = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -111,7 +146,7 @@ _SHORT = {
 
 
 def describe(meta: Meta, placement: Placement | None = None) -> str:
-    """`f32[2, 8, 4096@sp, 64]`: global sizes, `@sp` at the sharded dim; `partial(sp)`: a sum owed."""
+    """`f32[2, 8, 4096@sp, 64]`: global sizes, `@sp` at the sharded dim; `partial(sp)`: a term."""
     sizes = [str(size) for size in meta.shape]
     if isinstance(placement, Shard):
         sizes[placement.dim] += "@sp"

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Cover", "Partial", "PerRank", "Placement", "Replicate", "Shard", "chunk_sizes", "even_shard"]
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """An integer that differs by rank. Programs hold all of them, so they are the same everywhere."""
+    """An integer that differs by rank; a program holds all of them, so it is equal on all ranks."""
 
-    values: tuple[int, ...]
+    values: tuple[Any, ...]
 
     def __repr__(self) -> str:
         return "<" + "|".join(map(str, self.values)) + ">"

@@ -26,14 +26,16 @@ __all__ = ["Call", "Captured", "capture", "read_call", "refuse_opaque", "state_k
 class Captured:
     """The whole-sequence program of one call.
 
-    graph: placeholders for the call's tensors, get_attr for parameters, buffers and constants, one
-    call_function for each torch-level call; the output node holds the results.
-    template: how the results are put together. calls: the module calls, in order.
-    writes: attributes of modules that forward sets to new tensors (buffers included), with the
-    index of the result.
-    sets: attributes that forward sets to other values.
-    guards: attributes that forward changes, with the value they had when traced: the program is
-    valid for it alone.
+    Attributes:
+        graph: placeholders for the call's tensors, get_attr for parameters, buffers and constants,
+            one call_function for each torch-level call; the output node holds the results.
+        template: how the results are put together.
+        calls: the module calls, in order.
+        writes: attributes of modules that forward sets to new tensors (buffers included), with the
+            index of the result.
+        sets: attributes that forward sets to other values.
+        guards: attributes that forward changes, with the value they had when traced: the program
+            is valid for it alone.
     """
 
     graph: Graph

@@ -32,21 +32,22 @@ def patched(recorder: Recorder) -> Iterator[None]:
 
     Functions that are wrapped in torch.compile run eagerly.
     """
-    apply = torch.autograd.Function.__dict__.get("apply")
+    function: Any = torch.autograd.Function
+    apply = function.__dict__["apply"]
     non_reentrant = getattr(torch.utils.checkpoint, NON_REENTRANT)
 
     def recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             with recorder.checkpointed():
                 return args[0](*args[2:])
-        run = functools.partial(apply.__func__, cls)  # type: ignore[union-attr]
+        run = functools.partial(apply.__func__, cls)
         return recorder.opaque(cls, run, args, kwargs, name=cls.__name__)
 
     def recorded_non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
         with recorder.checkpointed():
             yield
 
-    torch.autograd.Function.apply = classmethod(recorded_apply)  # type: ignore[assignment]
+    function.apply = classmethod(recorded_apply)
     setattr(torch.utils.checkpoint, NON_REENTRANT, recorded_non_reentrant)
     token = _ACTIVE.set(recorder)
     try:
@@ -54,5 +55,5 @@ def patched(recorder: Recorder) -> Iterator[None]:
             yield
     finally:
         _ACTIVE.reset(token)
-        torch.autograd.Function.apply = apply  # type: ignore[assignment]
+        function.apply = apply
         setattr(torch.utils.checkpoint, NON_REENTRANT, non_reentrant)

@@ -154,5 +154,6 @@ def refuse_opaque(call: Call) -> None:
         raise CaptureError(
             f"an argument of type {type(call.opaque).__name__} cannot be traced.",
             why="forward may read and change it, and a program is traced once",
-            fix="in training pass none (use_cache=False); under torch.no_grad() such calls run unsharded",
+            fix="in training pass none (use_cache=False); under torch.no_grad() such calls run "
+            "unsharded",
         )

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -50,37 +50,18 @@ def make_ghost(live: nn.Module, fake_mode: FakeTensorMode) -> Ghost:
     A parameter that FSDP2 shards becomes a fake of its global shape, in the dtype it has inside
     forward.
     """
-    compute_dtypes = {(key, name): dtype for key, name, dtype in fsdp_param_dtypes(live)}
     memo: dict[int, Any] = {}
     ghost = Ghost(live, live)
     pairs = [(path, module, _shell(module)) for path, module in live.named_modules()]
     for path, module, shell in pairs:
         memo[id(module)] = shell
         ghost.paths[id(shell)] = path
-    fakes: dict[int, torch.Tensor] = {}
-
-    def fake_of(module: nn.Module, path: str, kind: str, name: str, tensor: Any) -> Any:
-        if tensor is None:
-            return None
-        if id(tensor) not in fakes:
-            if isinstance(tensor, DTensor) and (id(module), name) not in compute_dtypes:
-                raise MeshError(
-                    f"parameter {path}.{name} is a DTensor on {tensor.device_mesh}.",
-                    have=f"{tuple(tensor.shape)} {tensor.placements}",
-                    why="its placement on that mesh is not FSDP2's, and programs are split over sp alone",
-                    fix="parallelize a model whose parameters are whole or sharded by fully_shard",
-                )
-            dtype = compute_dtypes.get((id(module), name), tensor.dtype)
-            fake = _fake(tensor, dtype, fake_mode, f"{path}.{name}")
-            fakes[id(tensor)] = ghost.own(fake, Origin(kind, path, name))
-            memo[id(tensor)] = fake
-        return fakes[id(tensor)]
-
+    states = _States(ghost, memo, fake_mode)
     for path, module, shell in pairs:
         own = shell.__dict__
         for kind, store in (("param", "_parameters"), ("buffer", "_buffers")):
             own[store] = {
-                name: fake_of(module, path, kind, name, tensor)
+                name: states.fake_of(module, Origin(kind, path, name), tensor)
                 for name, tensor in module.__dict__[store].items()
             }
         own["_modules"] = {
@@ -94,6 +75,35 @@ def make_ghost(live: nn.Module, fake_mode: FakeTensorMode) -> Ghost:
         _copy_attributes(module, shell, path, memo, ghost, fake_mode)
     ghost.module = memo[id(live)]
     return ghost
+
+
+class _States:
+    """Fakes of the live module's parameters and buffers; one that is shared is made once."""
+
+    def __init__(self, ghost: Ghost, memo: dict[int, Any], mode: FakeTensorMode) -> None:
+        self.ghost, self.memo, self.mode = ghost, memo, mode
+        self.dtypes = {(key, name): dtype for key, name, dtype in fsdp_param_dtypes(ghost.live)}
+        self.fakes: dict[int, torch.Tensor] = {}
+
+    def fake_of(
+        self, module: nn.Module, origin: Origin, tensor: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in self.fakes:
+            key, path = (id(module), origin.name), f"{origin.module}.{origin.name}"
+            if isinstance(tensor, DTensor) and key not in self.dtypes:
+                raise MeshError(
+                    f"parameter {path} is a DTensor on {tensor.device_mesh}.",
+                    have=f"{tuple(tensor.shape)} {tensor.placements}",
+                    why="its placement on that mesh is not FSDP2's, and programs are split over "
+                    "sp alone",
+                    fix="parallelize a model whose parameters are whole or sharded by fully_shard",
+                )
+            fake = _fake(tensor, self.dtypes.get(key, tensor.dtype), self.mode, path)
+            self.fakes[id(tensor)] = self.ghost.own(fake, origin)
+            self.memo[id(tensor)] = fake
+        return self.fakes[id(tensor)]
 
 
 def _shell(module: nn.Module) -> nn.Module:
@@ -147,10 +157,10 @@ def _copy_attributes(
     mode: FakeTensorMode,
 ) -> None:
     skip = {"_parameters", "_buffers", "_modules", *module_hook_dicts()}
-    forward = module.__dict__.get("forward")
+    forward: Any = module.__dict__.get("forward")
     if getattr(forward, "is_autosp_forward", False):  # ours: the ghost runs what stood there before
         skip.add("forward")
-        original = forward.original_attribute  # type: ignore[union-attr]
+        original = forward.original_attribute
         if original is not None:
             shell.__dict__["forward"] = _deepcopy(original, memo, ghost, mode, path, "forward")
     before: dict[str, Any] = {}
@@ -175,7 +185,7 @@ def _deepcopy(
         origin = Origin("attr", path, name) if direct else Origin("const", path, name)
         ghost.own(fake, origin)
         if not direct:
-            fake.autosp_real = tensor  # type: ignore[attr-defined]
+            cast(Any, fake).autosp_real = tensor
         return fake
 
     try:

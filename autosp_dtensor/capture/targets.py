@@ -95,7 +95,7 @@ class Opaque(_Wrapped):
     """A function, or a subclass of autograd.Function, recorded as one node and not looked into."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.func.apply if isinstance(self.func, type) else self.func  # type: ignore[attr-defined]
+        call = self.func.apply if isinstance(self.func, type) else self.func
         return call(*args, **kwargs)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +25,8 @@ from ..errors import CaptureError
 from ..graph import Facts, Meta, Origin, Scope, set_facts, short_name
 from .aliasing import Memory
 from .ghost import Ghost
+from .refuse import READS, refuse_effects, refuse_method, value_read
+from .source import user_line
 from .targets import (
     Opaque,
     OutOfPlace,
@@ -38,14 +39,6 @@ from .targets import (
 from .watch import ModuleCall
 
 __all__ = ["Recorder", "meta_of"]
-
-_READS = {"numpy", "__array__", "data_ptr"}  # tensors without data have none of these
-_REFUSED = {
-    "register_hook": "a hook on an intermediate value runs in Python at every backward",
-    "retain_grad": "the gradient of an intermediate value is not kept by a traced program",
-    "backward": "backward inside forward is not part of a traced program",
-    "set_": "it replaces the memory of a tensor",
-}
 
 
 def meta_of(tensor: torch.Tensor) -> Meta:
@@ -119,7 +112,8 @@ class Recorder(TorchFunctionMode):
                 raise CaptureError(
                     f"a tensor {tuple(tensor.shape)} was made where the tracer could not see it.",
                     where=self.where(),
-                    why="it comes from a function transform or an extension that bypasses torch's Python calls",
+                    why="it comes from a function transform or an extension that bypasses "
+                    "torch's Python calls",
                     fix="register the function that makes it: autosp.register_rule(fn, ...)",
                 )
             if origin.kind == "const" and origin.name not in self.consts:
@@ -142,7 +136,8 @@ class Recorder(TorchFunctionMode):
                 "a tensor is read after its memory was changed through another view.",
                 where=self.where(),
                 why="the traced program has no views of one memory: shards do not alias",
-                fix="use the out-of-place form of the operation that writes (x = x + 1, not x.add_(1))",
+                fix="use the out-of-place form of the operation that writes: x = x + 1, not "
+                "x.add_(1)",
             )
 
     def as_fake(self, value: Any) -> Any:
@@ -167,22 +162,17 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _REFUSED:
-            raise CaptureError(
-                f"forward calls {name}() on a tensor.",
-                where=self.where(),
-                why=_REFUSED[name],
-                fix="move it out of forward",
-            )
-        args, kwargs = map_aggregate((args, kwargs), self.as_fake)  # type: ignore[misc]
+        refuse_method(name, self.where)
+        args, kwargs = map_aggregate((args, kwargs), self.as_fake)
         inplace = inplace_argument(func, args, kwargs)
         start = len(self.aten.ops)
-        if name in _READS:
-            raise self.value_read(func)
+        if name in READS:
+            raise value_read(func, self.where())
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise self.value_read(func, error) from error
+            dynamic = isinstance(error, DynamicOutputShapeException)
+            raise value_read(func, self.where(), dynamic=dynamic) from error
         except UnsupportedOperatorException as error:
             raise CaptureError(
                 f"{error.func} cannot run on tensors without data.",
@@ -198,16 +188,6 @@ class Recorder(TorchFunctionMode):
             self.record(func, args, kwargs, result, ops)
         return result
 
-    def value_read(self, func: Any, error: Exception | None = None) -> CaptureError:
-        dynamic = isinstance(error, DynamicOutputShapeException)
-        what = "a shape depends on" if dynamic else "Python reads"
-        return CaptureError(
-            f"{what} the value of a tensor: {short_name(func)}().",
-            where=self.where(),
-            why="the program is traced once, without data, and must be the same on every rank",
-            fix="use torch.where or a mask of fixed shape instead, or pass the value to forward as a Python number",
-        )
-
     def record(
         self,
         func: Callable[..., Any],
@@ -216,27 +196,13 @@ class Recorder(TorchFunctionMode):
         result: Any,
         ops: tuple[Any, ...] = (),
     ) -> None:
-        name = getattr(func, "__name__", "")
-        if name == "embedding" and kwargs.get("max_norm", args[3] if len(args) > 3 else None):
-            raise CaptureError(
-                "an embedding with max_norm changes its table in forward.",
-                where=self.where(),
-                why="each rank would renormalize only the rows that its tokens look up",
-                fix="normalize the table between steps instead",
-            )
-        if kwargs.get("out") is not None:
-            raise CaptureError(
-                f"{short_name(func)} writes to out=.",
-                where=self.where(),
-                why="the traced program has no views of one memory",
-                fix="assign the result instead",
-            )
+        refuse_effects(func, args, kwargs, self.where)
         if is_inplace(func) and args and isinstance(args[0], torch.Tensor):
             self._record_inplace(func, args, kwargs, ops)
             return
         outs = [t for t in _leaves(result) if isinstance(t, torch.Tensor)]
         if not outs or all(id(t) in self.node_of for t in outs):
-            return  # a plain value, or the very same tensor given back (x.contiguous(), x.to(x.dtype))
+            return  # a plain value, or the very same tensor given back (x.contiguous())
         if isinstance(result, torch.Tensor) and id(result) in self.origin_of:
             return
         node = self._call(func, args, kwargs, outs, ops, single=isinstance(result, torch.Tensor))
@@ -259,15 +225,15 @@ class Recorder(TorchFunctionMode):
                 Facts((meta_of(element),), scope=tuple(self.scopes), source=self.where()),
             )
             self._remember(element, item)
-        self.memory.made_disjoint(name, outs)
+        self.memory.made_disjoint(getattr(func, "__name__", ""), outs)
 
     def _record_inplace(self, func, args, kwargs, ops, *, wrapped: bool = True) -> None:
         target = args[0]
         origin = self.origin_of.get(id(target))
-        if origin is None and tensor_owner(target, self.origin_of) is not None:
-            origin = tensor_owner(target, self.origin_of)
+        owner = tensor_owner(target, self.origin_of)
+        if origin is None and owner is not None:
             raise CaptureError(
-                f"forward writes to a part of {origin.module}.{origin.name} in place.",
+                f"forward writes to a part of {owner.module}.{owner.name} in place.",
                 where=self.where(),
                 why="a change of state is carried out after the program, as one assignment",
                 fix="write the whole tensor: self.buffer.copy_(new)",
@@ -278,7 +244,8 @@ class Recorder(TorchFunctionMode):
                     " .", " "
                 ),
                 where=self.where(),
-                why="an input or parameter belongs to the caller; ranks would change their own copies",
+                why="an input or parameter belongs to the caller; ranks would change their own "
+                "copies",
                 fix="work on a copy: x = x.clone()",
             )
         node = self._call(
@@ -292,9 +259,9 @@ class Recorder(TorchFunctionMode):
     def _call(self, func, args, kwargs, outs, ops, *, single: bool) -> Node:
         node_args, node_kwargs = map_aggregate(
             (args, kwargs), lambda v: self.node_for(v) if isinstance(v, torch.Tensor) else v
-        )  # type: ignore[misc]
+        )
         if not torch.is_grad_enabled():
-            node_args, node_kwargs = map_aggregate((node_args, node_kwargs), self._detached)  # type: ignore[misc]
+            node_args, node_kwargs = map_aggregate((node_args, node_kwargs), self._detached)
         func = self._under_autocast(plain_target(func), outs)
         node = self.graph.call_function(func, node_args, node_kwargs)
         set_facts(
@@ -368,7 +335,7 @@ class Recorder(TorchFunctionMode):
 
     def opaque(self, target, run, args, kwargs, name: str):
         """Run something that is not to be looked into, and record it as one node."""
-        args, kwargs = map_aggregate((args, kwargs), self.as_fake)  # type: ignore[misc]
+        args, kwargs = map_aggregate((args, kwargs), self.as_fake)
         start = len(self.aten.ops)
         with no_torch_function():
             result = run(*args, **kwargs)
@@ -381,25 +348,8 @@ class Recorder(TorchFunctionMode):
     def where(self) -> str:
         """`layers.3.mlp (my_model.py:88)`: the module, and the first line of the user's code."""
         path = self.scopes[-1].path if self.scopes else ""
-        frame = sys._getframe(1)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if not any(part in file for part in _HIDDEN):
-                line = f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-                return f"{path} ({line})" if path else line
-            frame = frame.f_back  # type: ignore[assignment]
-        return path
-
-
-_HIDDEN = (
-    "/torch/",
-    "autosp_dtensor/",
-    "/einops/",
-    "<frozen",
-    "/contextlib.py",
-    "<string>",
-    "<@beartype",
-)
+        line = user_line()
+        return f"{path} ({line})" if path and line else path or line
 
 
 def tensor_owner(tensor: torch.Tensor, origins: dict[int, Origin]) -> Origin | None:

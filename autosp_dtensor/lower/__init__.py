@@ -25,7 +25,7 @@ __all__ = [
 
 
 def lower(placed: Graph, axis_size: int, fake_mode: FakeTensorMode) -> Graph:
-    """Run the passes for each distinct block, then for the program around; every graph is verified."""
+    """Run the passes for each distinct block, then for the program around; all are verified."""
     blocks: dict[PlacedBlock, LoweredBlock] = {}
     for node in placed.nodes:
         if isinstance(node.target, PlacedBlock) and node.target not in blocks:

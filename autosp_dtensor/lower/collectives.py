@@ -194,9 +194,9 @@ class _Relayout(torch.autograd.Function):
         return _move_rows(group, rank, source, target, x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, *grads: torch.Tensor):
         group, rank, source, target = ctx.saved
-        return None, None, None, None, _move_rows(group, rank, target, source, grad)
+        return None, None, None, None, _move_rows(group, rank, target, source, grads[0])
 
 
 def _intervals(shard: Shard, rank: int) -> list[tuple[int, int, int]]:
@@ -272,8 +272,9 @@ class _AllGather(torch.autograd.Function):
         return _gather(group, rank, source, x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        return None, None, None, _scatter_sum(*ctx.saved, grad)
+    def backward(ctx: Any, *grads: torch.Tensor):
+        group, rank, source = ctx.saved
+        return None, None, None, _scatter_sum(group, rank, source, grads[0])
 
 
 def _gather(group: Any, rank: int, source: Shard, x: torch.Tensor) -> torch.Tensor:
@@ -317,8 +318,9 @@ class _ReduceScatter(torch.autograd.Function):
         return _scatter_sum(group, rank, target, x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        return None, None, None, _gather(*ctx.saved, grad)
+    def backward(ctx: Any, *grads: torch.Tensor):
+        group, rank, target = ctx.saved
+        return None, None, None, _gather(group, rank, target, grads[0])
 
 
 def all_reduce(group: Any, x: torch.Tensor) -> torch.Tensor:
@@ -333,8 +335,8 @@ class _AllReduce(torch.autograd.Function):
         return _summed(group, x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        return None, _summed(ctx.group, grad)
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return None, _summed(ctx.group, grads[0])
 
 
 def _summed(group: Any, x: torch.Tensor) -> torch.Tensor:
@@ -355,8 +357,8 @@ class _ScaleGrad(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        return None, grad * ctx.factor
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return None, grads[0] * ctx.factor
 
 
 def mean_grad(group: Any, n: int, x: torch.Tensor) -> torch.Tensor:
@@ -371,6 +373,6 @@ class _MeanGrad(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, *grads: torch.Tensor):
         group, n = ctx.saved
-        return None, None, _summed(group, grad) / n
+        return None, None, _summed(group, grads[0]) / n

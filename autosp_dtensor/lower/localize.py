@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from ..graph import Facts, facts, set_facts
+from ..graph import Facts, arg, arg_nodes, facts, result_nodes, set_facts
 from ..place import PlacedBlock, redistribute
 from ..place.rule import Local, fill
 from ..placement import Partial, PerRank, Replicate, Shard
@@ -84,40 +84,32 @@ def localize(placed: Graph, axis_size: int, blocks: dict[PlacedBlock, Any] | Non
             made[node] = lowered.create_node(node.op, node.target, name=node.name)
             set_facts(made[node], known)
         elif node.op == "output":
-            results = []
-            for result in node.args[0]:  # type: ignore[union-attr]
-                held = made[result]
-                if (
-                    axis_size > 1
-                    and is_program
-                    and isinstance(facts(result).placement, Shard)
-                    and facts(result).meta.requires_grad
-                ):
-                    held = add(
-                        result,
-                        Collective("scale_grad", factor=float(axis_size)),
-                        (held,),
-                        scope=(),
-                        rule=None,
-                        option=None,
-                    )
-                results.append(held)
-            output = lowered.output(tuple(results))
-            set_facts(output, known)
+            factor = float(axis_size) if is_program else 1.0
+            results = [_result(each, made[each], factor, add) for each in result_nodes(node)]
+            set_facts(lowered.output(tuple(results)), known)
         elif isinstance(node.target, PlacedBlock):
             assert blocks is not None
-            made[node] = add(node, blocks[node.target], tuple(made[a] for a in node.args))
+            made[node] = add(node, blocks[node.target], tuple(made[a] for a in arg_nodes(node)))
         elif node.target is redistribute:
             source, target = node.args[1:]
-            made[node] = add(node, _collective(source, target), (made[node.args[0]],))
+            made[node] = add(node, _collective(source, target), (made[arg(node, 0)],))
         elif node.target is operator.getitem and known.option is None:
-            made[node] = add(node, operator.getitem, (made[node.args[0]], node.args[1]))
+            made[node] = add(node, operator.getitem, (made[arg(node, 0)], node.args[1]))
         else:
             made[node] = _call(node, known, made, add)
     if is_program:
         _border_gradients(lowered, axis_size)
     lowered.lint()
     return lowered
+
+
+def _result(node: Node, held: Node, factor: float, add: Callable[..., Node]) -> Node:
+    """What is given back for a result: `held`, with the gradient of a sharded one multiplied."""
+    known = facts(node)
+    if factor == 1.0 or not isinstance(known.placement, Shard) or not known.meta.requires_grad:
+        return held
+    scale = Collective("scale_grad", factor=factor)
+    return add(node, scale, (held,), scope=(), rule=None, option=None)
 
 
 def _call(node: Node, known: Facts, made: dict[Node, Node], add: Callable[..., Node]) -> Node:
@@ -192,7 +184,7 @@ def flatten_exchanges(graph: Graph) -> Graph:
         moves = [a for a in moves if facts(a).scope == facts(moves[0]).scope]
         if len(moves) < 2 or len({facts(a).meta.dtype for a in moves}) > 1:
             continue
-        pairs = tuple(move.target.moves[0] for move in moves)  # type: ignore[union-attr]
+        pairs = tuple(move.target.moves[0] for move in moves)
         with graph.inserting_after(max(moves)):
             fused = graph.call_function(
                 Collective("all_to_all", pairs), tuple(m.args[0] for m in moves)
@@ -229,7 +221,11 @@ def _is_exchange(node: Node) -> bool:
 
 def bound(value: Any, rank: int) -> Any:
     """PerRank integers become this rank's."""
-    return map_aggregate(value, lambda v: v.values[rank] if isinstance(v, PerRank) else v)
+
+    def here(each: Any) -> Any:
+        return each.values[rank] if isinstance(each, PerRank) else each
+
+    return map_aggregate(value, here)
 
 
 def local_meta(known: Facts, index: int, rank: int) -> tuple[int, ...]:

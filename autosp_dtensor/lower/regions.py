@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from ..graph import Facts, Origin, Scope, facts, set_facts
+from ..graph import Facts, Origin, Scope, facts, result_nodes, set_facts
 
 __all__ = ["Call", "LoweredBlock", "Region", "cut_regions"]
 
@@ -79,7 +79,7 @@ class _Cutter:
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
         output = next(n for n in graph.nodes if n.op == "output")
         region = Region()
-        self._fill(region, nodes, inputs, list(output.args[0]), inside, 0)  # type: ignore[arg-type]
+        self._fill(region, nodes, inputs, list(result_nodes(output)), inside, 0)
         return region
 
     def _chain(self, node: Node, inside: str) -> list[Scope]:

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from .._torch import FakeTensorMode
-from ..graph import describe, facts
+from ..graph import arg, describe, facts
 from ..placement import Shard
 from .layout import take_shard
 from .localize import Collective, Drawn, bound, local_meta
@@ -43,10 +43,11 @@ def verify_lowered(graph: Graph, axis_size: int, mode: FakeTensorMode) -> None:
 
 def _signature(node: Node) -> Any:
     known = facts(node)
-    args = map_aggregate(
-        (node.args, node.kwargs),
-        lambda v: (facts(v).outs, facts(v).placements) if isinstance(v, Node) else v,
-    )
+
+    def shown(value: Any) -> Any:
+        return (facts(value).outs, facts(value).placements) if isinstance(value, Node) else value
+
+    args = map_aggregate((node.args, node.kwargs), shown)
     return (node.target, repr(args), known.outs, known.placements)
 
 
@@ -77,14 +78,15 @@ def _verify(node: Node, rank: int) -> None:
     target: Any = node.target
     if isinstance(target, Collective):
         if target.kind == "slice":
-            out = take_shard(_local(node.args[0], rank), target.moves[0][1], rank)  # type: ignore[arg-type]
+            out = take_shard(_local(arg(node, 0), rank), target.moves[0][1], rank)
             assert tuple(out.shape) == local_meta(known, 0, rank), f"{node}: {tuple(out.shape)}"
         return
     if isinstance(target, Drawn):
         target = target.target
     args, kwargs = map_aggregate(
         (node.args, node.kwargs), lambda v: _local(v, rank) if isinstance(v, Node) else v
-    )  # type: ignore[misc]
+    )
+    target = getattr(target, "without_data", target)
     result = target(*bound(args, rank), **bound(kwargs, rank))
     outs = [
         t
@@ -94,6 +96,7 @@ def _verify(node: Node, rank: int) -> None:
     for index, (out, meta) in enumerate(zip(outs, known.outs, strict=False)):
         want = local_meta(known, index, rank)
         assert tuple(out.shape) == want and out.dtype == meta.dtype, (
-            f"{known.source}: local {getattr(target, '__name__', target)} gives {tuple(out.shape)} {out.dtype} on rank "
-            f"{rank}, the placement {known.placements[index]} of {describe(meta)} says {want}"
+            f"{known.source}: local {getattr(target, '__name__', target)} gives "
+            f"{tuple(out.shape)} {out.dtype} on rank {rank}, "
+            f"the placement {known.placements[index]} of {describe(meta)} says {want}"
         )

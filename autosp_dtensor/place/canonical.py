@@ -4,6 +4,7 @@ rounding at most.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,11 @@ from torch.fx import Graph, Node
 
 from ..graph import Facts, Meta, facts, set_facts, short_name
 from .fuse import fuse_attention
-from .masks import Pattern, ReadState, recognize
+from .masks import Pattern, ReadState, TileMask, recognize, tile_mask, tiled_attention
 
 __all__ = ["canonicalize", "target_weight"]
+
+log = logging.getLogger("autosp_dtensor")
 
 
 def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) -> Graph:
@@ -29,6 +32,7 @@ def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) ->
             patterns[mask] = recognize(mask, read)
         return patterns[mask]
 
+    tiles: dict[Node, tuple[TileMask, list[Node]] | None] = {}
     fuse_attention(graph, pattern_of)
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -41,6 +45,7 @@ def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) ->
         elif name == "scaled_dot_product_attention":
             _drop_plain_mask(node, pattern_of)
             _share_key_heads(graph, node)
+            _tile_mask(graph, node, tiles)
     graph.lint()
     return graph
 
@@ -263,6 +268,36 @@ def _drop_plain_mask(node: Node, pattern_of: Callable[[Node], Pattern | None]) -
     given["is_causal"] = pattern is Pattern.CAUSAL
     node.args = (given.pop("query"), given.pop("key"), given.pop("value"))
     node.kwargs = given
+
+
+def _tile_mask(
+    graph: Graph, node: Node, tiles: dict[Node, tuple[TileMask, list[Node]] | None]
+) -> None:
+    """A mask that the model computes from vectors is made tile by tile, while attention runs."""
+    given = _bind(node, _SDPA_NAMES)
+    mask = given.get("attn_mask")
+    if not isinstance(mask, Node) or len(facts(given["query"]).meta.shape) != 4:
+        return
+    if mask not in tiles:
+        tiles[mask] = tile_mask(mask)
+        if tiles[mask] is None and facts(mask).meta.shape[-2] > 1:
+            log.warning(
+                "attention at %s takes a mask of %.1f MiB as it is, whole on every rank",
+                facts(node).source,
+                facts(mask).meta.nbytes / 2**20,
+            )
+    found = tiles[mask]
+    if found is None or given.get("dropout_p") or given.get("is_causal"):
+        return
+    expression, leaves = found
+    options = {k: given[k] for k in ("scale", "enable_gqa") if given.get(k)}
+    with graph.inserting_before(node):
+        args = (given["query"], given["key"], given["value"], *leaves)
+        tiled = _add(
+            graph, node, tiled_attention, args, {"mask": expression, **options}, facts(node).meta
+        )
+    node.replace_all_uses_with(tiled)
+    graph.erase_node(node)
 
 
 def _share_key_heads(graph: Graph, node: Node) -> None:

@@ -120,7 +120,7 @@ class Placer(Versions):
         set_facts(placed, facts(node).having(placements=tuple(facts(r).placement for r in results)))
 
     def _output_placement(self, node: Node) -> Placement:
-        """What a DTensor can say: replicated, or the chunks of `torch.chunk`; of a block, as it is."""
+        """What a DTensor can say: replicated, or chunks of one dim; of a block, as it is."""
         value = self.values[node]
         placement = value.placement
         if self.around is not None:

@@ -61,13 +61,10 @@ class Local:
 
 
 class Rule:
-    """Base of all rules. `i` counts tensor arguments, `shard` is a placement that one could have."""
+    """Base of all rules. `i` counts tensor arguments, `shard` is a placement one could have."""
 
     def from_input(self, op: Op, i: int, shard: Shard, *, local: bool = True) -> Option | None:
-        """The option for input i as `shard`; local=False: where its elements go, legal or not.
-
-        With local=False the option need not be legal.
-        """
+        """The option for input i as `shard`; local=False: where its elements go, legal or not."""
         return None
 
     def from_output(self, op: Op, shard: Shard) -> Option | None:

@@ -33,12 +33,12 @@ class Forward:
         self,
         target: nn.Module | Callable[..., Any],
         mesh: DeviceMesh,
-        full: DeviceMesh,
+        gradient_mesh: DeviceMesh,
         options: Options,
     ):
         self.target = target
         self.mesh = mesh
-        self.full_mesh = full
+        self.gradient_mesh = gradient_mesh
         self.options = options
         self.agreement = Agreement(mesh)
         self.programs: dict[Any, list[Program]] = defaultdict(list)
@@ -104,8 +104,8 @@ class Forward:
         count = sum(len(programs) for programs in self.programs.values())
         if count % _MANY == 0:
             log.warning(
-                "%d programs traced for one module; each new shape or Python value is traced once: pad lengths to a few "
-                "sizes, pass numbers that change (a count, a scale) as tensors",
+                "%d programs traced for one module; each new shape or Python value is traced once: "
+                "pad lengths to a few sizes, pass numbers that change (a count, a scale) as tensors",
                 count,
             )
         return program

@@ -127,7 +127,7 @@ class Program:
         return captured.template.fill(values[:count])
 
     def text(self) -> str:
-        """What ranks must agree on, as text: the order of collectives and draws, and all operations.
+        """What ranks must agree on, as text: the order of collectives and draws, all operations.
 
         The order of local operations may differ: Python iterates over sets of strings in another
         order in each process, and some models trace so.
@@ -213,7 +213,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def _state_reader(
     live: nn.Module | None, origin: Origin, consts: dict[str, torch.Tensor]
 ) -> Callable[[], Any]:
-    """Reads a parameter, buffer or attribute as it is on the live module then (FSDP2 swaps them)."""
+    """Reads a parameter, buffer or attribute on the live module at each call: FSDP2 swaps them."""
     if origin.kind == "const":
         value = consts[origin.name]
         return lambda: value

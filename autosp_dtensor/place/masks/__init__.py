@@ -1,8 +1,18 @@
 """Attention masks as expressions over positions: recognized by what they allow, never by who built
-them.
+them; evaluated on tiles where they depend on data.
 """
 
+from .attend import tiled_attention
 from .expression import ReadState
 from .prove import MASKED_BELOW, Pattern, recognize
+from .runtime import TileMask, tile_mask
 
-__all__ = ["MASKED_BELOW", "Pattern", "ReadState", "recognize"]
+__all__ = [
+    "MASKED_BELOW",
+    "Pattern",
+    "ReadState",
+    "TileMask",
+    "recognize",
+    "tile_mask",
+    "tiled_attention",
+]

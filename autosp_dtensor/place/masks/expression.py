@@ -55,8 +55,16 @@ class Expression:
     def __init__(self, node: Node, read: ReadState | None = None) -> None:
         self.node = node
         self.read = read
+        self.device = torch.device("cpu")
         self.rows, self.columns = facts(node).meta.shape[-2:]
         self._small: dict[Node, Any] = {}
+        self._large: dict[Node, bool] = {}
+
+    def give(self, values: dict[Node, torch.Tensor]) -> None:
+        """Values of small nodes that depend on data."""
+        self._small.update(values)
+        for value in values.values():
+            self.device = value.device
 
     def exact(self, rect: Rect) -> torch.Tensor:
         """The mask's values on a rectangle (leading dims may be broadcast)."""
@@ -69,13 +77,26 @@ class Expression:
     # -- small tensors ------------------------------------------------------------------------
 
     def _is_large(self, node: Node) -> bool:
+        """Whether a node is as large as the mask because it was broadcast to it (not given so)."""
+        if node not in self._large:
+            self._large[node] = self._broadcast_to_plane(node)
+        return self._large[node]
+
+    def _broadcast_to_plane(self, node: Node) -> bool:
         shape = facts(node).meta.shape
-        return (
-            len(shape) >= 2
-            and shape[-2] > 1
-            and shape[-1] > 1
-            and facts(node).meta.numel >= self.rows * self.columns
-        )
+        if len(shape) < 2 or shape[-2] < max(self.rows, 2) or shape[-1] < max(self.columns, 2):
+            return False
+        if node.op == "get_attr":
+            return self.read is not None
+        if node.op != "call_function":
+            return False
+        name = short_name(node.target)
+        inputs = node.all_input_nodes
+        if not inputs or _constant(node, name) is not None:
+            return shape[-2:] == (self.rows, self.columns)
+        if any(self._is_large(each) for each in inputs):
+            return True
+        return not any(_is_plane(facts(each).meta.shape) for each in inputs)
 
     def _value(self, node: Node) -> Any:
         """A small tensor, computed from factories and constants alone."""
@@ -108,9 +129,7 @@ class Expression:
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Node):
             return self._value(value)
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        return value
+        return self.device if isinstance(value, torch.device) else value
 
     def _cut(self, node: Node, rect: Rect) -> torch.Tensor:
         value = self._value(node)
@@ -140,7 +159,7 @@ class Expression:
             return getattr(torch, name)(full, _diagonal(node) + rect[0] - rect[2])
         constant = _constant(node, name)
         if constant is not None:
-            return torch.full((1, 1), constant, dtype=facts(node).meta.dtype)
+            return torch.full((1, 1), constant, dtype=facts(node).meta.dtype, device=self.device)
         if not (name in RULES or is_pointwise(facts(node).aten)) or facts(node).random:
             raise NotStatic(node.name)
         args, kwargs = map_aggregate(
@@ -224,6 +243,10 @@ class Expression:
         if inner is None or kept:
             return inner
         return min(inner[0], 0.0), max(inner[1], 0.0)
+
+
+def _is_plane(shape: tuple[int, ...]) -> bool:
+    return len(shape) >= 2 and shape[-2] > 1 and shape[-1] > 1
 
 
 def _diagonal(node: Node) -> int:

@@ -4,7 +4,7 @@ the heads dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,7 +35,12 @@ def attention_factors(op: Op) -> Factors:
 
 def grouped_heads(op: Op) -> int:
     """How many query heads share one key head: 1 unless enable_gqa."""
-    if len(op.outs[0].shape) < 3 or not argument(op, 7, "enable_gqa", False):
+    shared = (
+        op.kwargs.get("enable_gqa")
+        if op.name == "tiled_attention"
+        else argument(op, 7, "enable_gqa")
+    )
+    if len(op.outs[0].shape) < 3 or not shared:
         return 1
     return op.ins[0].shape[-3] // op.ins[1].shape[-3]
 
@@ -52,7 +57,9 @@ class AttentionRule(Rule):
     Source:  DeepSpeed-Ulysses, arXiv:2309.14509.
     """
 
-    plain = FactorRule(attention_factors)
+    def __init__(self, factors: Callable[[Op], Factors] = attention_factors) -> None:
+        self.factors = factors
+        self.plain = FactorRule(factors)
 
     def from_input(self, op: Op, i: int, shard: Shard, *, local: bool = True) -> Option | None:
         heads = len(op.ins[i].shape) - 3
@@ -69,7 +76,7 @@ class AttentionRule(Rule):
         if shard.outer != 1:
             return None
         keys = _key_heads(shard, group, op.ins[1].shape[-3])
-        known = attention_factors(op)
+        known = self.factors(op)
         name = known.ins[0][shard.dim]
         masks: list[Placement] = []
         for names, meta in zip(known.ins[3:], op.ins[3:], strict=True):
@@ -114,6 +121,9 @@ class AttentionRule(Rule):
             for size, count in zip(queries.sizes, keys.sizes, strict=True)
         ):
             return super().localize(op, option)
+        if op.name == "tiled_attention":
+            given = {k: v for k, v in op.kwargs.items() if k != "enable_gqa"}
+            return Local(op.target, op.args, {**given, "heads": PerRank(tuple(reads))})
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
         given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
         given.pop("enable_gqa", None)
@@ -146,4 +156,15 @@ def attend(
     return F.scaled_dot_product_attention(q, k, v, **options)
 
 
-RULES: dict[str, Rule] = {"scaled_dot_product_attention": AttentionRule()}
+def tiled_factors(op: Op) -> Factors:
+    """Heads alone: what the mask is made of counts batch rows and positions of the whole."""
+    blank = tuple((None,) * len(meta.shape) for meta in op.ins[3:])
+    lead = ("b", "h")
+    ins = ((*lead, "m", None), (*lead, "t", None), (*lead, "t", None), *blank)
+    return Factors(ins, ((*lead, "m", None),), frozenset("h"), prefer=("h",))
+
+
+RULES: dict[str, Rule] = {
+    "scaled_dot_product_attention": AttentionRule(),
+    "tiled_attention": AttentionRule(tiled_factors),
+}

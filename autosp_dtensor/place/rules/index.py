@@ -186,7 +186,7 @@ class GetitemRule(Rule):
 
 
 def pick(x: torch.Tensor, index: tuple[Any, ...], dim: int, owned: int) -> torch.Tensor:
-    """x[index] on the owner of the position, zeros elsewhere; with a gradient path on every rank."""
+    """x[index] on the position's owner, zeros elsewhere; with a gradient path on every rank."""
     if owned:
         return x[index]
     zeros = x.narrow(dim, 0, 0).sum(

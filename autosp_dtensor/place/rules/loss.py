@@ -13,7 +13,7 @@ __all__ = ["RULES"]
 
 
 def class_loss_factors(op: Op) -> Factors:
-    """input [N, C] or [B, C, ...], target [N], [B, ...] or as input: classes whole, tokens local."""
+    """input [N, C], [B, C, ...], target [N], [B, ...] or as input: classes whole, tokens local."""
     rank = len(op.ins[0].shape)
     tokens = [f"t{i}" for i in range(rank - 1)]
     if rank > 1:

@@ -1,0 +1,66 @@
+"""Torch calls that a traced program cannot hold, and what the user is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import CaptureError
+from ..graph import short_name
+
+__all__ = ["READS", "refuse_effects", "refuse_method", "value_read"]
+
+READS = {"numpy", "__array__", "data_ptr"}  # tensors without data have none of these
+_METHODS = {
+    "register_hook": "a hook on an intermediate value runs in Python at every backward",
+    "retain_grad": "the gradient of an intermediate value is not kept by a traced program",
+    "backward": "backward inside forward is not part of a traced program",
+    "set_": "it replaces the memory of a tensor",
+}
+
+
+def refuse_method(name: str, where: Callable[[], str]) -> None:
+    """Methods of tensors that act outside the program."""
+    if name in _METHODS:
+        raise CaptureError(
+            f"forward calls {name}() on a tensor.",
+            where=where(),
+            why=_METHODS[name],
+            fix="move it out of forward",
+        )
+
+
+def refuse_effects(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    where: Callable[[], str],
+) -> None:
+    """Calls that write to an argument under a name that does not say so."""
+    name = getattr(func, "__name__", "")
+    if name == "embedding" and kwargs.get("max_norm", args[3] if len(args) > 3 else None):
+        raise CaptureError(
+            "an embedding with max_norm changes its table in forward.",
+            where=where(),
+            why="each rank would renormalize only the rows that its tokens look up",
+            fix="normalize the table between steps instead",
+        )
+    if kwargs.get("out") is not None:
+        raise CaptureError(
+            f"{short_name(func)} writes to out=.",
+            where=where(),
+            why="the traced program has no views of one memory",
+            fix="assign the result instead",
+        )
+
+
+def value_read(func: Callable[..., Any], where: str, *, dynamic: bool = False) -> CaptureError:
+    """dynamic: a shape depends on the value; else Python reads it."""
+    what = "a shape depends on" if dynamic else "Python reads"
+    return CaptureError(
+        f"{what} the value of a tensor: {short_name(func)}().",
+        where=where,
+        why="the program is traced once, without data, and must be the same on every rank",
+        fix="use torch.where or a mask of fixed shape instead, or pass the value to forward as a "
+        "Python number",
+    )
