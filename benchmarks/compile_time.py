@@ -22,6 +22,7 @@ from torch import nn
 from autosp_dtensor.capture import capture, read_call
 from autosp_dtensor.lower import cut_regions, lower
 from autosp_dtensor.place import place
+from autosp_dtensor.placement import Replicate
 from autosp_dtensor.run.build import block_paths, region_paths
 
 
@@ -53,16 +54,15 @@ def stages(model: nn.Module, length: int, axis_size: int) -> tuple[dict[str, flo
         clock.append(time.perf_counter())
         return result
 
-    call = read_call(model, (), {"input_ids": ids, "labels": ids}, lambda _: None)  # type: ignore[arg-type, return-value]
+    call = read_call(model, (), {"input_ids": ids, "labels": ids}, lambda _: Replicate())
     captured = lap(capture(call))
     blocks, regions = frozenset(block_paths(model)), frozenset(region_paths(model, set()))
     placed = lap(place(captured.graph, axis_size, [None, None], 1, blocks=blocks, regions=regions))
     flat = lap(lower(placed, axis_size, captured.fake_mode))
     lap(cut_regions(flat, set(regions)))
     names = ("ghost and trace", "place", "lower and verify", "regions")
-    return dict(
-        zip(names, (b - a for a, b in zip(clock, clock[1:], strict=False)), strict=True)
-    ), len(flat.nodes)
+    laps = [after - before for before, after in itertools.pairwise(clock)]
+    return dict(zip(names, laps, strict=True)), len(flat.nodes)
 
 
 def compile_front_end(model: nn.Module, length: int) -> float:
@@ -98,7 +98,8 @@ def main() -> None:
     best, operations = min(runs, key=lambda run: sum(run[0].values()))
     total = sum(best.values())
     print(
-        f"{options.layers} layers, {options.seq} tokens, sp={options.sp}: {operations} nodes around the repeated blocks"
+        f"{options.layers} layers, {options.seq} tokens, sp={options.sp}: {operations} nodes around "
+        "the repeated blocks"
     )
     for name, seconds in best.items():
         print(f"  {name:<18}{seconds:7.2f} s")
@@ -112,13 +113,13 @@ def main() -> None:
     )
     fewer = options.layers - max(options.layers // 2, 1)
     for name in ("ghost and trace", "place", "lower and verify", "regions"):
-        print(
-            f"  one more layer, {name:<17}{1000 * (best[name] - half[name]) / max(fewer, 1):6.1f} ms"
-        )
+        each = 1000 * (best[name] - half[name]) / max(fewer, 1)
+        print(f"  one more layer, {name:<17}{each:6.1f} ms")
     if not options.no_compile:
         seconds = compile_front_end(model, options.seq)
         print(
-            f"  torch.compile's front end {seconds:.2f} s: {seconds / total:.1f} times all of the above"
+            f"  torch.compile's front end {seconds:.2f} s: {seconds / total:.1f} times all of the "
+            "above"
         )
 
 

@@ -32,8 +32,8 @@ def tiny_llama(layers: int = 8) -> nn.Module:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=4, use_cache=False,
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=4, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -60,7 +60,8 @@ def overhead(steps: int) -> None:
         return middle - start, time.perf_counter() - start
 
     for _ in range(5):
-        step(plain), step(split)
+        step(plain)
+        step(split)
     for _ in range(steps):
         times["plain"].append(step(plain))
         times["autosp"].append(step(split))
@@ -70,7 +71,8 @@ def overhead(steps: int) -> None:
             1000 * statistics.median(t[part] for t in times[kind]) for kind in ("plain", "autosp")
         ]
         print(
-            f"sp=1, {name}: {medians[0]:.2f} ms unsharded, {medians[1]:.2f} ms autosp, ratio {statistics.median(ratios):.3f}"
+            f"sp=1, {name}: {medians[0]:.2f} ms unsharded, {medians[1]:.2f} ms autosp, "
+            f"ratio {statistics.median(ratios):.3f}"
         )
 
 
@@ -111,7 +113,8 @@ def collectives(layers: int = 4, size: int = 4) -> None:
         for _ in range(layers):
             ulysses_attention(q, k, v, mesh.get_group()).sum().backward()
     print(
-        f"collectives per step, {layers} layers, sp={size}: autosp {dict(ours)}, Ulysses by hand {dict(theirs)} and its loss"
+        f"collectives per step, {layers} layers, sp={size}: autosp {dict(ours)}, "
+        f"Ulysses by hand {dict(theirs)} and its loss"
     )
 
 

@@ -24,8 +24,8 @@ class _Exchange(torch.autograd.Function):
         return _exchange(x, group, to_heads)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        return _exchange(grad, ctx.group, not ctx.to_heads), None, None
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return _exchange(grads[0], ctx.group, not ctx.to_heads), None, None
 
 
 def _exchange(x: torch.Tensor, group: Any, to_heads: bool) -> torch.Tensor:

@@ -33,7 +33,13 @@ def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) ->
         return patterns[mask]
 
     tiles: dict[Node, tuple[TileMask, list[Node]] | None] = {}
-    fuse_attention(graph, pattern_of)
+
+    def tiles_of(mask: Node) -> tuple[TileMask, list[Node]] | None:
+        if mask not in tiles:
+            tiles[mask] = tile_mask(mask)
+        return tiles[mask]
+
+    fuse_attention(graph, pattern_of, lambda mask: tiles_of(mask) is not None)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -45,7 +51,7 @@ def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) ->
         elif name == "scaled_dot_product_attention":
             _drop_plain_mask(node, pattern_of)
             _share_key_heads(graph, node)
-            _tile_mask(graph, node, tiles)
+            _tile_mask(graph, node, tiles_of)
     graph.lint()
     return graph
 
@@ -271,23 +277,21 @@ def _drop_plain_mask(node: Node, pattern_of: Callable[[Node], Pattern | None]) -
 
 
 def _tile_mask(
-    graph: Graph, node: Node, tiles: dict[Node, tuple[TileMask, list[Node]] | None]
+    graph: Graph, node: Node, tiles_of: Callable[[Node], tuple[TileMask, list[Node]] | None]
 ) -> None:
     """A mask that the model computes from vectors is made tile by tile, while attention runs."""
     given = _bind(node, _SDPA_NAMES)
     mask = given.get("attn_mask")
-    if not isinstance(mask, Node) or len(facts(given["query"]).meta.shape) != 4:
+    if not isinstance(mask, Node) or facts(mask).meta.shape[-2] == 1:
         return
-    if mask not in tiles:
-        tiles[mask] = tile_mask(mask)
-        if tiles[mask] is None and facts(mask).meta.shape[-2] > 1:
-            log.warning(
-                "attention at %s takes a mask of %.1f MiB as it is, whole on every rank",
-                facts(node).source,
-                facts(mask).meta.nbytes / 2**20,
-            )
-    found = tiles[mask]
-    if found is None or given.get("dropout_p") or given.get("is_causal"):
+    found = tiles_of(mask)
+    rank = len(facts(given["query"]).meta.shape)
+    if found is None or rank != 4 or given.get("dropout_p") or given.get("is_causal"):
+        log.warning(
+            "attention at %s takes a mask of %.1f MiB as it is, whole on every rank",
+            facts(node).source,
+            facts(mask).meta.nbytes / 2**20,
+        )
         return
     expression, leaves = found
     options = {k: given[k] for k in ("scale", "enable_gqa") if given.get(k)}

@@ -8,6 +8,7 @@ Scores [.., S, T] then exist nowhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,28 +26,38 @@ Recognize = Callable[[Node], Pattern | None]
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type_as", "type"}
 
 
+@dataclass(frozen=True)
+class _Mask:
+    """A float mask that is added, or a bool one of what is allowed with the score of what is not."""
+
+    node: Node
+    fill: float | None = None
+
+
 @dataclass
 class _Scores:
     """What was found on the way from softmax back to the product of queries and keys."""
 
     product: Node | None = None
     scale: float = 1.0
-    masks: list[Node] = field(default_factory=list)
+    masks: list[_Mask] = field(default_factory=list)
     casts: list[Node] = field(default_factory=list)
 
 
-def fuse_attention(graph: Graph, recognize: Recognize) -> Graph:
+def fuse_attention(graph: Graph, recognize: Recognize, can_tile: Callable[[Node], bool]) -> Graph:
     """Rewrite each hand-written attention that qualifies; others stay as they are. Values change by
     rounding.
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and short_name(node.target) == "softmax":
-            _fuse(graph, node, recognize)
+            _fuse(graph, node, recognize, can_tile)
     graph.lint()
     return graph
 
 
-def _fuse(graph: Graph, softmax: Node, recognize: Recognize) -> None:
+def _fuse(
+    graph: Graph, softmax: Node, recognize: Recognize, can_tile: Callable[[Node], bool]
+) -> None:
     if not _is_last_dim(softmax):
         return
     scores = _walk_back(softmax.args[0])
@@ -60,8 +71,9 @@ def _fuse(graph: Graph, softmax: Node, recognize: Recognize) -> None:
         return
     if scores.scale <= 0 or not _fits(query, keys, value, [softmax, *scores.casts, *casts]):
         return
-    patterns = [recognize(mask) for mask in scores.masks]
-    if any(pattern is None for pattern in patterns):
+    patterns = [recognize(mask.node) for mask in scores.masks]
+    known_masks = all(pattern is not None for pattern in patterns)
+    if not known_masks and not all(can_tile(mask.node) for mask in scores.masks):
         return
     assert isinstance(query, Node) and isinstance(keys, Node) and isinstance(value, Node)
     known = facts(final)
@@ -77,11 +89,48 @@ def _fuse(graph: Graph, softmax: Node, recognize: Recognize) -> None:
         )
         causal = Pattern.CAUSAL in patterns
         options = {"dropout_p": dropout_p, "is_causal": causal, "scale": scores.scale}
+        if not known_masks:
+            options["is_causal"] = False
+            options["attn_mask"] = _added(graph, final, scores.masks)
         if _is_shared(facts(query).meta, facts(keys).meta):
             options["enable_gqa"] = True
         fused = graph.call_function(F.scaled_dot_product_attention, (query, key, value), options)
         set_facts(fused, replace(known, random=dropout_p > 0, aten=()))
     final.replace_all_uses_with(fused)
+
+
+def _added(graph: Graph, at: Node, masks: list[_Mask]) -> Node:
+    """All masks as one float mask."""
+    dtype = facts(at).meta.dtype
+    total: Node | None = None
+    for mask in masks:
+        node = mask.node
+        shape = facts(node).meta.shape
+        if mask.fill is not None:
+            fill = max(mask.fill, torch.finfo(dtype).min) if math.isfinite(mask.fill) else mask.fill
+            zero = graph.call_function(
+                torch.zeros, ((),), {"dtype": dtype, "device": facts(node).meta.device}
+            )
+            set_facts(
+                zero,
+                replace(facts(node), outs=(Meta((), dtype, facts(node).meta.device),), aten=()),
+            )
+            forbidden = graph.call_function(torch.logical_not, (node,))
+            set_facts(forbidden, replace(facts(node), aten=(torch.ops.aten.logical_not.default,)))
+            node = graph.call_function(torch.masked_fill, (zero, forbidden, fill))
+            set_facts(
+                node,
+                replace(facts(mask.node), outs=(Meta(shape, dtype, facts(mask.node).meta.device),)),
+            )
+        if total is not None:
+            both = torch.broadcast_shapes(facts(total).meta.shape, facts(node).meta.shape)
+            total = graph.call_function(torch.add, (total, node))
+            meta = Meta(tuple(both), dtype, facts(node).meta.device)
+            set_facts(total, replace(facts(node), outs=(meta,), aten=(torch.ops.aten.add.Tensor,)))
+        else:
+            total = node
+    assert total is not None
+    return total
 
 
 def _is_last_dim(softmax: Node) -> bool:
@@ -145,16 +194,16 @@ def _mask_step(node: Node, name: str, found: _Scores) -> Node | None:
             mask = args[1 - args.index(sides[0])]
             if not facts(mask).meta.dtype.is_floating_point:  # type: ignore[arg-type]
                 return None  # adding True adds 1
-            found.masks.append(mask)  # type: ignore[arg-type]
+            found.masks.append(_Mask(mask))  # type: ignore[arg-type]
             return sides[0]  # type: ignore[return-value]
     elif name == "masked_fill" and len(args) == 3 and _forbids(args[2]):
-        found.masks.append(_not(node, args[1]))
+        found.masks.append(_Mask(_not(node, args[1]), _number(args[2])))
         return args[0]  # type: ignore[return-value]
     elif name == "where" and len(args) == 3 and _forbids(args[2]):
-        found.masks.append(args[0])  # type: ignore[arg-type]
+        found.masks.append(_Mask(args[0], _number(args[2])))  # type: ignore[arg-type]
         return args[1]  # type: ignore[return-value]
     elif name == "where" and len(args) == 3 and _forbids(args[1]):
-        found.masks.append(_not(node, args[0]))
+        found.masks.append(_Mask(_not(node, args[0]), _number(args[1])))
         return args[2]  # type: ignore[return-value]
     return None
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from ..graph import facts, set_facts, short_name
+from ..graph import arg, arg_nodes, callee, facts, result_nodes, set_facts, short_name
 from ..placement import Partial, Placement, Replicate, Shard, chunk_sizes
 from .blocks import Block, PlacedBlock
 from .cost import sent_bytes
@@ -47,7 +47,9 @@ class Placer(Versions):
         self.homes = {} if around else seed_inputs(graph, inputs, axis_size, seq_dim)
         self.lengths = {shard.block for shard in self.homes.values()}
         if around:
-            self.blocks, self.lengths = around.placer.blocks, around.placer.lengths
+            outer = around.placer
+            assert isinstance(outer, Placer)
+            self.blocks, self.lengths = outer.blocks, outer.lengths
         self.refusals = Refusals(axis_size)
 
     def run(self) -> Graph:
@@ -113,7 +115,7 @@ class Placer(Versions):
 
     def _place_output(self, node: Node) -> None:
         results = []
-        for index, each in enumerate(node.args[0]):  # type: ignore[arg-type]
+        for index, each in enumerate(result_nodes(node)):
             whole = index in self.whole_results
             results.append(self.want(each, REPLICATE if whole else self._output_placement(each)))
         placed = self.result.output(tuple(results))
@@ -134,7 +136,7 @@ class Placer(Versions):
 
     def _place_block(self, node: Node) -> None:
         """Place a block once for each way its inputs can come; further calls take the result."""
-        values = [self.values[n] for n in node.args]  # type: ignore[index]
+        values = [self.values[n] for n in arg_nodes(node)]
         ways = tuple(
             (v.placement, v.home, frozenset(v.versions), self._can_redo_whole(v), self._can_redo(v))
             for v in values
@@ -146,8 +148,8 @@ class Placer(Versions):
             inner.refusals = self.refusals
             graph = inner.run()
             border = [inner.border[n] for n in graph.nodes if n.op == "placeholder"]
-            results = next(n for n in block.graph.nodes if n.op == "output").args[0]
-            outs = [inner.values[n] for n in results]  # type: ignore[union-attr]
+            output = next(n for n in block.graph.nodes if n.op == "output")
+            outs = [inner.values[n] for n in result_nodes(output)]
             placed = PlacedBlock(block, graph, border)
             self.blocks[key] = (
                 placed,
@@ -171,10 +173,10 @@ class Placer(Versions):
             tensors.append(value)
             return Slot(len(tensors) - 1)
 
-        args, kwargs = map_aggregate((node.args, node.kwargs), slot)  # type: ignore[misc]
+        args, kwargs = map_aggregate((node.args, node.kwargs), slot)
         known = facts(node)
         op = Op(
-            node.target,  # type: ignore[arg-type]
+            callee(node),
             short_name(node.target),
             args,
             kwargs,
@@ -213,7 +215,8 @@ class Placer(Versions):
         if not gathered or not value.facts.meta.dtype.is_floating_point:
             return
         log.warning(
-            "%s at %s: no dim is left to split it on; every rank gathers %.1f MiB and computes all of it",
+            "%s at %s: no dim is left to split it on; every rank gathers %.1f MiB and computes "
+            "all of it",
             short_name(node.target),
             facts(node).source,
             sum(v.facts.meta.nbytes for v in gathered) / 2**20,
@@ -222,18 +225,16 @@ class Placer(Versions):
         value.placement = value.home
 
     def _place_element(self, node: Node) -> None:
-        call, option, homes = self.tuples[node.args[0]]  # type: ignore[index]
+        call, option, homes = self.tuples[arg(node, 0)]
         index = self._tensor_index(node)
         placed = self.result.call_function(operator.getitem, (call, node.args[1]))
         self._keep(node, placed, option.outs[index], homes[index] if index < len(homes) else None)
 
     def _tensor_index(self, node: Node) -> int:
         """Which of the call's tensors this element is, not counting what is no tensor."""
-        siblings = sorted({user.args[1] for user in node.args[0].users})  # type: ignore[union-attr, type-var]
-        outs = facts(node.args[0]).outs  # type: ignore[arg-type]
-        if len(siblings) == len(outs):
-            return siblings.index(node.args[1])
-        return int(node.args[1])  # type: ignore[arg-type]
+        call, index = arg(node, 0), cast(int, node.args[1])
+        siblings = sorted({cast(int, user.args[1]) for user in call.users})
+        return siblings.index(index) if len(siblings) == len(facts(call).outs) else index
 
     # -- choosing -------------------------------------------------------------------------------
 
@@ -251,14 +252,7 @@ class Placer(Versions):
             return unmoved
         if all_whole:
             return self._cut(op, rule, values) or whole
-        options: list[Option] = []
-        for i, value in enumerate(values):
-            if isinstance(value.placement, Shard):
-                options.append(rule.from_input(op, i, value.placement))  # type: ignore[arg-type]
-        for i, value in enumerate(values):
-            if value.home is not None and value.home != value.placement:
-                options.append(rule.from_input(op, i, value.home))  # type: ignore[arg-type]
-        options = [option for option in options if option is not None]
+        options = _from_inputs(op, rule, values)
         costs = [self._cost(option, values, op) for option in options]
         if not options or min(costs) > 0:
             sharded = any(isinstance(v.placement, Shard) for v in values)
@@ -312,6 +306,14 @@ class Placer(Versions):
             if moved is not None and any(isinstance(out, Shard) for out in moved.outs):
                 return tuple(out if isinstance(out, Shard) else None for out in moved.outs)
         return (None,) * len(op.outs)
+
+
+def _from_inputs(op: Op, rule: Rule, values: list[Value]) -> list[Option]:
+    """Options that take one input where it is, or where its sequence dim is."""
+    there = [(i, v.placement) for i, v in enumerate(values)]
+    home = [(i, v.home) for i, v in enumerate(values) if v.home != v.placement]
+    found = [rule.from_input(op, i, p) for i, p in (*there, *home) if isinstance(p, Shard)]
+    return [option for option in found if option is not None]
 
 
 _NO_RULE = Rule()

@@ -98,8 +98,10 @@ def _terms(side: str, spec: str) -> tuple[Term, ...]:
     for text in side.split(","):
         names = tuple(_TOKEN.findall(text))
         if "".join(names) != text.replace(" ", ""):
-            raise UsageError(f"{text.strip()!r} in the pattern {spec!r} cannot be read.",
-                             fix="names, [names], ... and () separated by spaces")  # fmt: skip
+            raise UsageError(
+                f"{text.strip()!r} in the pattern {spec!r} cannot be read.",
+                fix="names, [names], ... and () separated by spaces",
+            )
         found.append(tuple(name for name in names if name != "()"))
     return tuple(found)
 
@@ -108,8 +110,8 @@ def _factors(spec: str, parsed: tuple[tuple[Term, ...], tuple[Term, ...]], op: O
     ins, outs = parsed
     if len(ins) != len(op.ins) or len(outs) != len(op.outs):
         raise UsageError(
-            f"the pattern {spec!r} of {op.name} has {len(ins)} inputs and {len(outs)} results, the call has "
-            f"{len(op.ins)} tensors and gives {len(op.outs)}."
+            f"the pattern {spec!r} of {op.name} has {len(ins)} inputs and {len(outs)} results, "
+            f"the call has {len(op.ins)} tensors and gives {len(op.outs)}."
         )
     whole = {name[1:-1] for term in (*ins, *outs) for name in term if name.startswith("[")}
 
@@ -120,8 +122,10 @@ def _factors(spec: str, parsed: tuple[tuple[Term, ...], tuple[Term, ...]], op: O
             width = rank - len(plain) + 1
             plain[at : at + 1] = [f".{i - width}" for i in range(width)]
         if len(plain) != rank:
-            raise UsageError(f"{' '.join(term)!r} in the pattern {spec!r} of {op.name} names {len(plain)} dims, "
-                             f"the tensor has {rank}.")  # fmt: skip
+            raise UsageError(
+                f"{' '.join(term)!r} in the pattern {spec!r} of {op.name} names {len(plain)} dims, "
+                f"the tensor has {rank}."
+            )
         return tuple(None if name == "1" else name for name in plain)
 
     named_ins = tuple(names(t, len(m.shape)) for t, m in zip(ins, op.ins, strict=True))

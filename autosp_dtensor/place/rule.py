@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from torch.fx.node import map_aggregate
 
 from ..graph import Meta
 from ..placement import Partial, PerRank, Placement, Replicate, Shard, even_shard
@@ -61,7 +61,12 @@ class Local:
 
 
 class Rule:
-    """Base of all rules. `i` counts tensor arguments, `shard` is a placement one could have."""
+    """Base of all rules. `i` counts tensor arguments, `shard` is a placement one could have.
+
+    cheap: whether the result is better computed twice than sent.
+    """
+
+    cheap: bool = False
 
     def from_input(self, op: Op, i: int, shard: Shard, *, local: bool = True) -> Option | None:
         """The option for input i as `shard`; local=False: where its elements go, legal or not."""
@@ -85,11 +90,6 @@ class Rule:
     def localize(self, op: Op, option: Option) -> Local:
         """The local call; by default the same call."""
         return Local(op.target, op.args, op.kwargs)
-
-    @property
-    def cheap(self) -> bool:
-        """Whether the result is better computed twice than sent."""
-        return False
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,7 @@ class FactorRule(Rule):
     ) -> None:
         self.factors = factors
         self._localize = localize
-        self._cheap = cheap
-
-    @property
-    def cheap(self) -> bool:
-        return self._cheap
+        self.cheap = cheap
 
     def from_input(self, op: Op, i: int, shard: Shard, *, local: bool = True) -> Option | None:
         known = self.factors(op)
@@ -233,6 +229,8 @@ def local_shape(meta: Meta, placement: Placement) -> tuple[int | PerRank, ...]:
 
 def fill(value: Any, tensors: tuple[Any, ...] | list[Any]) -> Any:
     """Put tensors (or nodes) in the place of slots."""
-    return torch.fx.node.map_aggregate(
-        value, lambda v: tensors[v.index] if isinstance(v, Slot) else v
-    )
+
+    def filled(each: Any) -> Any:
+        return tensors[each.index] if isinstance(each, Slot) else each
+
+    return map_aggregate(value, filled)

@@ -8,16 +8,15 @@ node. Nothing is redistributed out of sight.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
 
 from ..graph import Facts, facts, set_facts
 from ..placement import Partial, Placement, Replicate, Shard
 from .cost import sent_bytes
-from .rule import Op, Option, Rule, Slot
+from .rule import Op, Option, Rule, fill
 
 __all__ = ["REPLICATE", "Around", "Homes", "Placing", "Value", "Versions", "redistribute"]
 
@@ -63,7 +62,7 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Placing:
-    """A call about to be placed: what it is, by which rule and option, on which captured tensors."""
+    """A call about to be placed: what it is, by which rule and option, on which tensors."""
 
     op: Op
     rule: Rule | None
@@ -112,15 +111,11 @@ class Versions:
             return value.versions[placement]
         if value.outer is not None:
             return self._want_from_outside(value, placement)
-        made = None
-        if isinstance(placement, Replicate) and self._can_redo_whole(value):
-            made = self._redo(value, value.rule.whole(value.op))  # type: ignore[union-attr, arg-type]
-        elif isinstance(placement, Shard) and self._can_redo(value):
-            option = value.rule.from_output(value.op, placement)  # type: ignore[union-attr, arg-type]
-            if option is not None and option.outs[0] == placement:
-                made = self._redo(value, option)
-        if made is None:
+        option = self._redo_option(value, placement)
+        if option is None:
             made = self._redistribute(value, placement)
+        else:
+            made = self._redo(value, option)
         value.versions[placement] = made
         return made
 
@@ -134,6 +129,18 @@ class Versions:
         self.border[made] = (self.around.values.index(value.outer), placement)
         value.versions[placement] = made
         return made
+
+    def _redo_option(self, value: Value, placement: Placement) -> Option | None:
+        """How the value is computed again as `placement`, where that is better than sending it."""
+        if value.rule is None or value.op is None:
+            return None
+        if isinstance(placement, Replicate) and self._can_redo_whole(value):
+            return value.rule.whole(value.op)
+        if isinstance(placement, Shard) and self._can_redo(value):
+            option = value.rule.from_output(value.op, placement)
+            if option is not None and option.outs[0] == placement:
+                return option
+        return None
 
     def _can_redo(self, value: Value) -> bool:
         """Cheap, without gradient, computed whole: better redone on a part than sliced."""
@@ -177,7 +184,8 @@ class Versions:
         )
         new = replace(new, outs=(value.facts.meta,), single=True)
         with self.result.inserting_after(_last_source(held)):
-            made = self.result.call_function(redistribute, (held, source, target))
+            change = cast(tuple[Any, ...], (held, source, target))
+            made = self.result.call_function(redistribute, change)
         set_facts(made, new.having(origin=None))
         return made
 
@@ -185,9 +193,7 @@ class Versions:
         """Add the call to the placed graph, at its end or after a node."""
         op, rule, option, tensors = call.op, call.rule, call.option, call.tensors
         nodes = [self.want(t, p) for t, p in zip(tensors, option.ins, strict=True)]
-        args, kwargs = map_aggregate(
-            (op.args, op.kwargs), lambda v: nodes[v.index] if isinstance(v, Slot) else v
-        )  # type: ignore[misc]
+        args, kwargs = fill(op.args, nodes), fill(dict(op.kwargs), nodes)
         if after is None:
             placed = self.result.call_function(op.target, args, dict(kwargs), name=node.name)
         else:
@@ -205,9 +211,8 @@ class Versions:
         if value.outer is not None and self.around is not None:
             return self.around.placer._way(value.outer, target)
         costs = [sent_bytes(value.facts.meta, p, target, self.n) for p in value.versions]
-        if isinstance(
-            target, Replicate
-        ):  # at equal bytes, an exchange leaves less on each rank than a gather
+        if isinstance(target, Replicate):
+            # At equal bytes, an exchange leaves less on each rank than a gather.
             costs = [cost * 1.1 for cost in costs]
         if isinstance(target, Replicate) and self._can_redo_whole(value):
             costs.append(0.0)

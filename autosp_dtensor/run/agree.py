@@ -86,7 +86,8 @@ class Agreement:
             f"ranks of one sp group were called with different {what}.",
             have=have,
             why="an sp group works on one batch together: each rank passes the same whole batch",
-            fix="read data by autosp.data_shard(mesh), and seed random augmentation alike on all ranks of an sp group",
+            fix="read data by autosp.data_shard(mesh), and seed random augmentation alike on all "
+            "ranks of an sp group",
         )
 
 

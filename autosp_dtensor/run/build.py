@@ -105,7 +105,8 @@ def _check_length(captured: Captured, call: Call, axis_size: int, options: Optio
             f"a sequence of {length} is shorter than mesh axis 'sp' (size {axis_size}).",
             have=call.describe(),
             why="every rank holds at least one token",
-            fix="use a smaller sp, or longer (packed) sequences; under torch.no_grad() short calls run unsharded",
+            fix="use a smaller sp, or longer (packed) sequences; under torch.no_grad() short calls "
+            "run unsharded",
         )
 
 
@@ -159,7 +160,8 @@ def _log_summary(program: Program, call: Call, seconds: float) -> None:
         or "no collective"
     )
     log.info(
-        "traced %s(%s) in %.2f s: %d operations, %d regions (%d distinct); forward: %s, %.1f MiB sent per rank",
+        "traced %s(%s) in %.2f s: %d operations, %d regions (%d distinct); forward: %s, "
+        "%.1f MiB sent per rank",
         type(call.target).__name__
         if isinstance(call.target, nn.Module)
         else getattr(call.target, "__name__", "function"),

@@ -11,7 +11,7 @@ from torch.fx.node import map_aggregate
 
 from ..capture.tap import Tap
 from ..capture.targets import Opaque
-from ..graph import facts
+from ..graph import arg_nodes, facts, result_nodes
 from ..lower import Call, Collective, Drawn, Region, bound
 from ..lower import collectives as wire
 from ..lower.layout import take_shard
@@ -68,7 +68,7 @@ class _Writer:
             if node.op == "placeholder":
                 params.append(names[node])
             elif node.op == "output":
-                results = "".join(f"{names[n]}, " for n in node.args[0])  # type: ignore[union-attr]
+                results = "".join(f"{names[n]}, " for n in result_nodes(node))
                 lines.append(f"return ({results})")
             else:
                 lines.append(f"{names[node]} = {self._call(node, names)}")
@@ -83,7 +83,7 @@ class _Writer:
         if isinstance(target, Call):
             index = self.children[target]
             seed = f"{self._constant(mix)}(seed, {-1 - index})"
-            args = ", ".join([seed, *(names[a] for a in node.args)])  # type: ignore[index]
+            args = ", ".join([seed, *(names[a] for a in arg_nodes(node))])
             return f"children[{index}]({args})"
         rank = self.link.rank
         args = [self._text(a, names) for a in bound(node.args, rank)]
@@ -94,7 +94,7 @@ class _Writer:
             return self._collective(target, args)
         if isinstance(target, Opaque) and isinstance(target.func, Tap):
             assert self.link.tap is not None
-            shown = [facts(n) for n in node.args]  # type: ignore[arg-type]
+            shown = [facts(n) for n in arg_nodes(node)]
             hooks = self.link.tap(
                 target.func, tuple(f.placement for f in shown), tuple(f.meta for f in shown)
             )
@@ -109,20 +109,19 @@ class _Writer:
     def _collective(self, target: Collective, args: list[str]) -> str:
         link = self.link
         group = self._constant(link.group, key="group")
-        moves = self._constant(target.moves)
+        moves, rank = self._constant(target.moves), link.rank
         if target.kind == "all_to_all":
-            call = f"{self._constant(wire.all_to_all)}({group}, {link.rank}, {moves}, {', '.join(args)})"
+            call = f"{self._constant(wire.all_to_all)}({group}, {rank}, {moves}, {', '.join(args)})"
             return call if len(target.moves) > 1 else f"{call}[0]"
         if target.kind == "slice":
-            return f"{self._constant(take_shard)}({args[0]}, {moves}[0][1], {link.rank})"
+            return f"{self._constant(take_shard)}({args[0]}, {moves}[0][1], {rank})"
         if target.kind == "relayout":
-            return f"{self._constant(wire.relayout)}({group}, {link.rank}, *{moves}[0], {args[0]})"
+            return f"{self._constant(wire.relayout)}({group}, {rank}, *{moves}[0], {args[0]})"
         if target.kind == "all_gather":
-            return (
-                f"{self._constant(wire.all_gather)}({group}, {link.rank}, {moves}[0][0], {args[0]})"
-            )
+            return f"{self._constant(wire.all_gather)}({group}, {rank}, {moves}[0][0], {args[0]})"
         if target.kind == "reduce_scatter":
-            return f"{self._constant(wire.reduce_scatter)}({group}, {link.rank}, {moves}[0][1], {args[0]})"
+            name = self._constant(wire.reduce_scatter)
+            return f"{name}({group}, {rank}, {moves}[0][1], {args[0]})"
         if target.kind == "all_reduce":
             return f"{self._constant(wire.all_reduce)}({group}, {args[0]})"
         if target.kind == "scale_grad":

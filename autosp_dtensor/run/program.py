@@ -85,7 +85,8 @@ class Program:
                     f"a hook on {tap.path} is given a value that DTensor cannot describe.",
                     have=describe(meta, placement),
                     why="its rows are not the chunks that DTensor's Shard means",
-                    fix="put the hook on a module whose inputs and results are [batch, sequence, ...]",
+                    fix="put the hook on a module whose inputs and results are "
+                    "[batch, sequence, ...]",
                 )
             if meta.requires_grad and n > 1:
                 local = scale_grad(float(n), local)
@@ -143,7 +144,8 @@ class Program:
             constants = map_aggregate(
                 (node.args, node.kwargs), lambda v: "%" if isinstance(v, Node) else v
             )
-            row = f"{name} {getattr(node.target, 'moves', '')} {constants} {known.outs} {known.placements} x{count}"
+            moves = getattr(node.target, "moves", "")
+            row = f"{name} {moves} {constants} {known.outs} {known.placements} x{count}"
             sends = isinstance(node.target, Collective) and node.target.sends
             (ordered if sends or isinstance(node.target, Drawn) else rest).append(row)
         return _ADDRESS.sub("", "\n".join([*ordered, *sorted(rest)]))
@@ -257,7 +259,7 @@ def _checkpointed(run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[An
     def call(seed: int, *inputs: Any) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():
             return run(seed, *inputs)
-        return checkpoint(run, seed, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
+        return checkpoint(run, seed, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     return call
 

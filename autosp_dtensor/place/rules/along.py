@@ -112,9 +112,8 @@ def mean_term(
     x: torch.Tensor, dims: tuple[int, ...], keepdim: bool, count: int, dtype: torch.dtype | None
 ) -> torch.Tensor:
     """A rank's term of a mean over `count` elements in all."""
-    wide = (
-        torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
-    )  # a sum may overflow
+    # A sum may overflow where the mean does not.
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
     return (x.sum(dims, keepdim=keepdim, dtype=dtype or wide) / count).to(dtype or x.dtype)
 
 
@@ -149,10 +148,9 @@ def gather_factors(op: Op) -> Factors:
         )
     dim %= max(rank, 1)
     names = _names(rank)
-    same = [
-        d for d in range(rank)
-        if d != dim and all(len(m.shape) == rank and m.shape[d] == op.ins[0].shape[d] for m in op.ins[1:])
-    ]  # fmt: skip
+    alike = all(len(m.shape) == rank for m in op.ins[1:])
+    sizes = [{m.shape[d] for m in op.ins} for d in range(rank)] if alike else []
+    same = [d for d, found in enumerate(sizes) if d != dim and len(found) == 1]
 
     def dims(meta: Meta) -> tuple[str | None, ...]:
         return tuple(names[d] if d in same else None for d in range(len(meta.shape)))
@@ -272,7 +270,7 @@ def batch_alone(op: Op) -> Factors:
 
 
 class ReadsNothing(Rule):
-    """x.new_zeros(shape) and the like take dtype and device from a tensor, no value: whole whatever x is."""
+    """x.new_zeros(shape) and the like take dtype and device from x, no value: always whole."""
 
     def as_is(self, op: Op, placements: Sequence[Placement]) -> Option:
         return Option(tuple(placements), (Replicate(),) * len(op.outs))
@@ -288,14 +286,17 @@ _KEEP = FactorRule(reduction_factors)
 _SUM = FactorRule(sum_factors)
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "glu"),
+        ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax",
+         "cummin", "glu"),
         along(1, -1),
     ),
     "gumbel_softmax": along(4, -1),
     "diff": along(2, -1),
     "unfold": FactorRule(unfold_factors),
     "group_norm": FactorRule(batch_alone),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"), ReadsNothing()),
+    **dict.fromkeys(
+        ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"), ReadsNothing()
+    ),
     "normalize": along(2, 1),
     "flip": along(1, keyword="dims"),
     "roll": along(2, None, keyword="dims"),
@@ -310,20 +311,28 @@ RULES: dict[str, Rule] = {
     "sum": _SUM,
     "mean": FactorRule(sum_factors, localize_mean),
     **dict.fromkeys(
-        ("prod", "amax", "amin", "argmax", "argmin", "any", "all", "std", "var", "norm", "linalg_norm", "linalg_vector_norm",
-         "logsumexp", "median", "count_nonzero", "std_mean", "var_mean"),
+        ("prod", "amax", "amin", "argmax", "argmin", "any", "all", "std", "var", "norm",
+         "linalg_norm", "linalg_vector_norm", "logsumexp", "median", "count_nonzero", "std_mean",
+         "var_mean"),
         _KEEP,
     ),
     "max": OneOrTwo(_KEEP, _pointwise_on_two()),
     "min": OneOrTwo(_KEEP, _pointwise_on_two()),
-    **dict.fromkeys(("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce"), FactorRule(gather_factors)),
-    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill"), FactorRule(index_select_factors)),
+    **dict.fromkeys(
+        ("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce"),
+        FactorRule(gather_factors),
+    ),
+    **dict.fromkeys(
+        ("index_select", "index_add", "index_copy", "index_fill"), FactorRule(index_select_factors)
+    ),
     "pad": FactorRule(pad_factors, cheap=True),
     "cat": FactorRule(cat_factors, cheap=True),
     "concat": FactorRule(cat_factors, cheap=True),
     "concatenate": FactorRule(cat_factors, cheap=True),
     "stack": FactorRule(stack_factors, cheap=True),
-    **dict.fromkeys(("split", "chunk", "unbind", "tensor_split", "split_with_sizes"), FactorRule(split_factors)),
+    **dict.fromkeys(
+        ("split", "chunk", "unbind", "tensor_split", "split_with_sizes"), FactorRule(split_factors)
+    ),
     "one_hot": FactorRule(one_hot_factors),
     "repeat_interleave": FactorRule(repeat_interleave_factors),
     "repeat": FactorRule(same_size_factors, cheap=True),

@@ -126,7 +126,7 @@ class GetitemRule(Rule):
     positions is looked up like an embedding table.
     """
 
-    cheap = True  # type: ignore[assignment]
+    cheap = True
 
     def from_input(self, op: Op, i: int, shard: Shard, *, local: bool = True) -> Option | None:
         plan = _plan(op)
@@ -189,10 +189,8 @@ def pick(x: torch.Tensor, index: tuple[Any, ...], dim: int, owned: int) -> torch
     """x[index] on the position's owner, zeros elsewhere; with a gradient path on every rank."""
     if owned:
         return x[index]
-    zeros = x.narrow(dim, 0, 0).sum(
-        dim, keepdim=True
-    )  # also where this rank holds no position at all
-    return zeros[index]
+    # Zeros, also where this rank holds no position at all.
+    return x.narrow(dim, 0, 0).sum(dim, keepdim=True)[index]
 
 
 def setitem_factors(op: Op) -> Factors:

@@ -66,14 +66,14 @@ POINTWISE = FactorRule(broadcast_factors, cheap=True)
 
 # Pointwise in meaning, but without the tag in some torch version, or drawn at random per element.
 _NAMES = (
-    "where masked_fill clamp clip copy fill zero to type_as float double half bfloat16 bool int long type "
-    "contiguous clone detach zeros_like ones_like full_like empty_like rand_like randn_like randint_like "
-    "dropout alpha_dropout bernoulli normal uniform exponential lerp addcmul addcdiv nan_to_num"
+    "where masked_fill clamp clip copy fill zero to type_as float double half bfloat16 bool int "
+    "long type contiguous clone detach zeros_like ones_like full_like empty_like rand_like "
+    "randn_like randint_like dropout alpha_dropout bernoulli normal uniform exponential lerp addcmul addcdiv nan_to_num"
 )
 RULES = {name: POINTWISE for name in _NAMES.split()}
 _LOSSES = (
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "soft_margin_loss poisson_nll_loss"
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits kl_div soft_margin_loss poisson_nll_loss"
 )
 RULES.update({name: FactorRule(element_loss_factors) for name in _LOSSES.split()})
 RULES["dropout"] = RULES["alpha_dropout"] = RULES["bernoulli"] = FactorRule(broadcast_factors)

@@ -42,7 +42,7 @@ class ReshapeRule(Rule):
     Costs:   nothing
     """
 
-    cheap = True  # type: ignore[assignment]
+    cheap = True
 
     def from_input(self, op: Op, i: int, shard: Shard, *, local: bool = True) -> Option | None:
         if i > 0 or op.ins[0].numel != op.outs[0].numel:
@@ -135,11 +135,13 @@ _PERMUTE = FactorRule(permutation_factors, cheap=True)
 _EXPAND = FactorRule(expand_factors, localize_expand, cheap=True)
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel"),
+        ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as",
+         "ravel"),
         _RESHAPE,
     ),
     **dict.fromkeys(
-        ("transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "adjoint", "mH", "H"),
+        ("transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT",
+         "adjoint", "mH", "H"),
         _PERMUTE,
     ),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _EXPAND),
