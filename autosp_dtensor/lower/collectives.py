@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from .._torch import all_gather_single, reduce_scatter_single
 from ..placement import Cover, Shard
@@ -62,6 +63,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(group, rank, moves, tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor):
         back = tuple((target, source) for source, target in ctx.moves)
         return (None, None, None, *_exchange(ctx.group, ctx.rank, back, grads))
@@ -194,6 +196,7 @@ class _Relayout(torch.autograd.Function):
         return _move_rows(group, rank, source, target, x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor):
         group, rank, source, target = ctx.saved
         return None, None, None, None, _move_rows(group, rank, target, source, grads[0])
@@ -272,6 +275,7 @@ class _AllGather(torch.autograd.Function):
         return _gather(group, rank, source, x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor):
         group, rank, source = ctx.saved
         return None, None, None, _scatter_sum(group, rank, source, grads[0])
@@ -318,6 +322,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _scatter_sum(group, rank, target, x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor):
         group, rank, target = ctx.saved
         return None, None, None, _gather(group, rank, target, grads[0])
@@ -335,6 +340,7 @@ class _AllReduce(torch.autograd.Function):
         return _summed(group, x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor):
         return None, _summed(ctx.group, grads[0])
 
@@ -357,6 +363,7 @@ class _ScaleGrad(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor):
         return None, grads[0] * ctx.factor
 
@@ -373,6 +380,7 @@ class _MeanGrad(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor):
         group, n = ctx.saved
         return None, None, _summed(group, grads[0]) / n

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from .runtime import Band, TileMask
 
@@ -73,6 +74,7 @@ class _Tiled(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor):
         q, k, v, *leaves = ctx.saved_tensors
         grads = [torch.zeros_like(x) for x in (q, k, v)]
