@@ -38,7 +38,7 @@ def llama(layers: int) -> nn.Module:
         num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=131072,
-        rope_theta=500000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         use_cache=False,
     )
     with torch.device("meta"):
@@ -98,8 +98,8 @@ def main() -> None:
     best, operations = min(runs, key=lambda run: sum(run[0].values()))
     total = sum(best.values())
     print(
-        f"{options.layers} layers, {options.seq} tokens, sp={options.sp}: {operations} nodes around "
-        "the repeated blocks"
+        f"{options.layers} layers, {options.seq} tokens, sp={options.sp}: {operations} nodes "
+        "around the repeated blocks"
     )
     for name, seconds in best.items():
         print(f"  {name:<18}{seconds:7.2f} s")

@@ -43,9 +43,14 @@ def _exchange(x: torch.Tensor, group: Any, to_heads: bool) -> torch.Tensor:
 
 
 def ulysses_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, *, causal: bool = True
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Any,
+    *,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Local parts [B, S/n, H, D] in, the same out."""
+    """Local parts [B, S/n, H, D] in, the same out; causal unless a mask [.., S, S] is given."""
     q, k, v = (_Exchange.apply(x, group, True).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
     return _Exchange.apply(out.transpose(1, 2), group, False)

@@ -16,7 +16,7 @@ from .._torch import NON_REENTRANT, CheckpointFunction
 if TYPE_CHECKING:
     from .trace import Recorder
 
-__all__ = ["active_recorder", "patched"]
+__all__ = ["active_recorder", "looked_into", "patched"]
 
 _ACTIVE: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("recorder", default=None)
 
@@ -24,6 +24,21 @@ _ACTIVE: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("recor
 def active_recorder() -> Recorder | None:
     """The recorder of the trace that is going on, if any."""
     return _ACTIVE.get()
+
+
+@contextlib.contextmanager
+def looked_into() -> Iterator[None]:
+    """Inside, torch.nn.functional's Python functions run on instead of being one call each."""
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    functional: Any = torch.nn.functional
+    before = {name: getattr(functional, name) for name in names}
+    for name in names:
+        setattr(functional, name, lambda *_: False)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(functional, name, function)
 
 
 @contextlib.contextmanager
@@ -50,10 +65,13 @@ def patched(recorder: Recorder) -> Iterator[None]:
     function.apply = classmethod(recorded_apply)
     setattr(torch.utils.checkpoint, NON_REENTRANT, recorded_non_reentrant)
     token = _ACTIVE.set(recorder)
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # one fused call that no rule could split
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         _ACTIVE.reset(token)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         function.apply = apply
         setattr(torch.utils.checkpoint, NON_REENTRANT, non_reentrant)

@@ -122,15 +122,17 @@ class Placer(Versions):
         set_facts(placed, facts(node).having(placements=tuple(facts(r).placement for r in results)))
 
     def _output_placement(self, node: Node) -> Placement:
-        """What a DTensor can say: replicated, or chunks of one dim; of a block, as it is."""
+        """What a DTensor can say: replicated, or the chunks of `torch.chunk` on one dim; the sequence
+        where it is known. The result of a block stays as it is.
+        """
         value = self.values[node]
         placement = value.placement
         if self.around is not None:
             return placement
         if not isinstance(placement, Shard):
             return REPLICATE
-        shape = value.facts.meta.shape
-        return Shard(placement.dim, chunk_sizes(shape[placement.dim], self.n))
+        dim = placement.dim if value.home is None else value.home.dim
+        return Shard(dim, chunk_sizes(value.facts.meta.shape[dim], self.n))
 
     # -- blocks ---------------------------------------------------------------------------------
 

@@ -104,8 +104,9 @@ class Forward:
         count = sum(len(programs) for programs in self.programs.values())
         if count % _MANY == 0:
             log.warning(
-                "%d programs traced for one module; each new shape or Python value is traced once: "
-                "pad lengths to a few sizes, pass numbers that change (a count, a scale) as tensors",
+                "%d programs traced for one module; each new shape or Python value is traced "
+                "once: pad lengths to a few sizes, pass numbers that change (a count, a scale) "
+                "as tensors",
                 count,
             )
         return program

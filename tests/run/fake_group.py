@@ -15,9 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextmanager
-def fake_mesh(
-    *sizes: int, names: tuple[str, ...] = ("sp",), rank: int = 0
-) -> Iterator[DeviceMesh]:
+def fake_mesh(*sizes: int, names: tuple[str, ...] = ("sp",), rank: int = 0) -> Iterator[DeviceMesh]:
     """A mesh of these sizes, seen from one rank; the group ends with the block."""
     world = 1
     for size in sizes:
