@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.autograd import function as _function
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +32,7 @@ __all__ = [
     "TorchFunctionMode",
     "UnsupportedOperatorException",
     "all_gather_single",
+    "compiled_from",
     "flatten_mesh",
     "fsdp_groups",
     "fsdp_hooks_alone",
@@ -39,6 +41,7 @@ __all__ = [
     "hook_counts",
     "module_hook_dicts",
     "no_torch_function",
+    "once_differentiable",
     "original_class",
     "reduce_scatter_single",
     "user_hooks",
@@ -112,6 +115,12 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return cls
 
 
+def compiled_from(module: nn.Module) -> nn.Module | None:
+    """The module that torch.compile wrapped, for what it gave back; None for any other module."""
+    inner = module._modules.get("_orig_mod")
+    return inner if type(module).__name__ == "OptimizedModule" else None
+
+
 def fsdp_groups(module: nn.Module) -> list[Any]:
     """FSDP2's parameter groups of one module (torch 2.11 has one per state, 2.13 a list)."""
     if not isinstance(module, FSDPModule):
@@ -147,6 +156,9 @@ def fsdp_param_dtypes(model: nn.Module) -> Iterator[tuple[int, str, torch.dtype]
 # torch 2.13 renamed both and warns about the old names, which are all that 2.11 has.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Public, but declared as if `ctx` were positional only, which Function.backward's is not.
+once_differentiable: Any = _function.once_differentiable
 
 
 def flatten_mesh(mesh: Any, names: tuple[str, ...], name: str) -> Any:

@@ -12,7 +12,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Cover", "Partial", "PerRank", "Placement", "Replicate", "Shard", "chunk_sizes", "even_shard"]
+__all__ = [
+    "Cover",
+    "Partial",
+    "PerRank",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "chunk_sizes",
+    "even_shard",
+]
 
 
 @dataclass(frozen=True)
@@ -94,10 +103,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Cover(Shard):
-    """Rank r holds `sizes[r]` elements from `starts[r]` on; intervals may overlap, as key heads do that
-    serve query heads of several ranks. Its transpose adds what ranks hold of the same element.
+    """Rank r holds `sizes[r]` elements from `starts[r]` on; intervals may overlap.
 
-    Only operations that ask for it get a value in this placement; no result is left in it.
+    So key heads are held that serve query heads of several ranks. Its transpose adds what ranks
+    hold of the same element. Only operations that ask for it get a value in this placement; no
+    result is left in it.
     """
 
     starts: tuple[int, ...] = ()

@@ -1,11 +1,11 @@
-"""Attention over split sequences against Ulysses written by hand, and packed documents against a dense mask.
+"""Attention over split sequences, and packed documents, against Ulysses written by hand.
 
     python benchmarks/attention.py [--lengths 8192 32768] [--repeat 5] [--forward-only]
 
-Starts two gloo ranks with one thread each. B=1, H=8, D=64, fp32. Part 1: causal attention from [B, S/2, H, D] to
-[B, S/2, H, D], exchanges included; both sides alternate in one run and the median of the ratios counts. Part 2: the same
-with packed documents of 1,024 tokens, autosp against scaled_dot_product_attention with the dense mask, inside the same
-hand-written exchange.
+Starts two gloo ranks with one thread each. B=1, H=8, D=64, fp32. Part 1: causal attention from
+[B, S/2, H, D] to [B, S/2, H, D], exchanges included; both sides alternate in one run and the median
+of the ratios counts. Part 2: the same with packed documents of 1,024 tokens, autosp against
+scaled_dot_product_attention with the dense mask, inside the same hand-written exchange.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.spawn import spawn
 from ulysses import ulysses_attention
 
 import autosp_dtensor as autosp
@@ -71,15 +71,16 @@ def worker(rank: int, port: int, options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))
+    group = mesh.get_group()
     backward = not options.forward_only
     split_causal = autosp.parallelize(causal, mesh, check_ranks=False)
     split_packed = autosp.parallelize(packed, mesh, check_ranks=False)
     for length in options.lengths:
         torch.manual_seed(rank)
-        local = [
+        q, k, v = (
             torch.randn(1, length // 2, HEADS, HEAD_DIM, requires_grad=backward) for _ in range(3)
-        ]
-        whole = [DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in local]
+        )
+        whole = [DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in (q, k, v)]
         grad = torch.randn(1, length // 2, HEADS, HEAD_DIM)
         document = (torch.arange(length) // DOCUMENT).unsqueeze(0)
         dense = (document[:, None, :, None] == document[:, None, None, :]).tril()
@@ -97,20 +98,20 @@ def worker(rank: int, port: int, options: argparse.Namespace) -> None:
             if rank == 0:
                 part = "forward and backward" if backward else "forward"
                 print(
-                    f"S={length} sp=2 {name}, {part}: autosp {a:.3f} s, by hand {b:.3f} s, ratio {middle:.3f}",
+                    f"S={length} sp=2 {name}, {part}: autosp {a:.3f} s, by hand {b:.3f} s, "
+                    f"ratio {middle:.3f}",
                     flush=True,
                 )
 
-        group = mesh.get_group()
         report(
             "causal",
             lambda whole=whole: step(split_causal(*whole)),
-            lambda local=local: step(ulysses_attention(*local, group)),
+            lambda q=q, k=k, v=v: step(ulysses_attention(q, k, v, group)),
         )
         report(
             f"documents of {DOCUMENT}",
-            lambda whole=whole, document=document: step(split_packed(*whole, document)),
-            lambda local=local, dense=dense: step(ulysses_attention(*local, group, mask=dense)),
+            lambda whole=whole, ids=document: step(split_packed(*whole, document=ids)),
+            lambda q=q, k=k, v=v, dense=dense: step(ulysses_attention(q, k, v, group, mask=dense)),
         )
     dist.destroy_process_group()
 
@@ -126,7 +127,7 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(worker, (port, options), 2)
+    spawn(worker, (port, options), 2)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ from torch import nn
 from torch.fx import Graph
 
 from .._torch import FakeTensorMode
+from ..errors import CaptureError
 from ..graph import Facts, Origin, set_facts
 from ..tree import unflatten
 from .bypass import patched
 from .call import Call, read_call, refuse_opaque, state_key, state_text
 from .ghost import Ghost, changed_attributes, make_ghost
+from .snapshot import Spy, Watch
 from .template import Template
 from .trace import Recorder, meta_of
 from .watch import ModuleCall, watch_modules
@@ -34,8 +36,7 @@ class Captured:
         writes: attributes of modules that forward sets to new tensors (buffers included), with the
             index of the result.
         sets: attributes that forward sets to other values.
-        guards: attributes that forward changes, with the value they had when traced: the program
-            is valid for it alone.
+        watch: the Python values that forward read from its modules: the program is valid for them alone.
     """
 
     graph: Graph
@@ -43,7 +44,7 @@ class Captured:
     calls: list[ModuleCall]
     writes: list[tuple[Origin, int]]
     sets: list[tuple[str, str, Any]]
-    guards: list[tuple[str, str, Any]]
+    watch: Watch
     consts: dict[str, torch.Tensor]
     fake_mode: FakeTensorMode
 
@@ -73,10 +74,17 @@ def capture(call: Call) -> Captured:
     args, kwargs = unflatten(call.spec, leaves)
     run = call.target
     if ghost is not None:
+        ghost.remember()
         watch_modules(recorder, ghost)
         run = ghost.module
-    with fake_mode, patched(recorder), recorder.aten, recorder:
-        result = run(*args, **kwargs)
+    Spy.active = reads = set()
+    try:
+        with fake_mode, patched(recorder), recorder.aten, recorder:
+            result = run(*args, **kwargs)
+    finally:
+        Spy.active = None
+    if ghost is not None:
+        ghost.reads = reads
     return _finish(recorder, ghost, result, fake_mode)
 
 
@@ -93,14 +101,19 @@ def _finish(recorder: Recorder, ghost: Ghost | None, result: Any, mode: FakeTens
         (origin, _place(tensors, recorder, key)) for origin, key in recorder.mutations.items()
     ]
     sets: list[tuple[str, str, Any]] = []
-    guards: list[tuple[str, str, Any]] = []
-    for path, name, old, new in changed_attributes(ghost) if ghost else ():
+    for path, name, new in changed_attributes(ghost) if ghost else ():
         if isinstance(new, torch.Tensor) and id(new) in recorder.node_of:
             tensors.append(new)
             writes.append((Origin("attr", path, name), len(tensors) - 1))
             continue
+        if Template(new).tensors:
+            raise CaptureError(
+                f"forward keeps tensors inside a {type(new).__name__} on self.",
+                where=f"{path}.{name}".lstrip("."),
+                why="they are results of the program, which are put back only where they stand alone",
+                fix="assign each tensor to an attribute of its own, or return it",
+            )
         sets.append((path, name, new))
-        guards.append((path, name, old))
     if ghost is not None:
         for module in ghost.module.modules():
             path = ghost.paths.get(id(module), "")
@@ -120,7 +133,7 @@ def _finish(recorder: Recorder, ghost: Ghost | None, result: Any, mode: FakeTens
         recorder.calls,
         writes,
         sets,
-        guards,
+        ghost.watch() if ghost else Watch(),
         recorder.consts,
         mode,
     )

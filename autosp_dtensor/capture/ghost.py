@@ -15,16 +15,19 @@ from torch.distributed.tensor import DTensor
 from .._torch import (
     FakeTensorMode,
     TorchFunctionMode,
+    compiled_from,
     fsdp_param_dtypes,
     module_hook_dicts,
     original_class,
 )
 from ..errors import CaptureError, MeshError
 from ..graph import Origin
+from .snapshot import Watch, contents, contents_now, spied_class
 
-__all__ = ["MISSING", "Ghost", "changed_attributes", "make_ghost"]
+__all__ = ["Ghost", "changed_attributes", "make_ghost"]
 
 log = logging.getLogger(__name__)
+_UNWATCHED = {"_parameters", "_buffers", "_modules", "training", "forward", *module_hook_dicts()}
 
 
 @dataclass
@@ -37,6 +40,31 @@ class Ghost:
     tensors: list[torch.Tensor] = field(default_factory=list)
     paths: dict[int, str] = field(default_factory=dict)
     attributes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    inner: list[tuple[Any, Any, str]] = field(default_factory=list)
+    reads: set[tuple[int, str]] = field(default_factory=set)
+
+    def remember(self) -> None:
+        """Note the contents of lists, dicts and simple objects that the modules hold."""
+        seen: set[int] = set()
+        for module in self.module.modules():
+            path = self.paths.get(id(module), "")
+            for name, value in module.__dict__.items():
+                if name in _OWN or name in module_hook_dicts():
+                    continue
+                where = f"{path}.{name}".lstrip(".")
+                self.inner.extend((c, items, where) for c, items in contents(value, seen))
+
+    def watch(self) -> Watch:
+        """The live attributes that forward has read, with the values that they have."""
+        watch = Watch()
+        live = dict(self.live.named_modules())
+        for shell_id, name in sorted(
+            self.reads, key=lambda read: (self.paths.get(read[0], ""), read[1])
+        ):
+            path = self.paths.get(shell_id)
+            if path is not None and name not in _UNWATCHED and not name.startswith("__"):
+                watch.add(live[path], name)
+        return watch
 
     def own(self, fake: torch.Tensor, origin: Origin) -> torch.Tensor:
         self.origins[id(fake)] = origin
@@ -56,6 +84,10 @@ def make_ghost(live: nn.Module, fake_mode: FakeTensorMode) -> Ghost:
     for path, module, shell in pairs:
         memo[id(module)] = shell
         ghost.paths[id(shell)] = path
+    for _, module, _ in reversed(pairs):  # torch.compile's wrapper: the module inside, as it is
+        inner = compiled_from(module)
+        if inner is not None:
+            memo[id(module)] = memo[id(inner)]
     states = _States(ghost, memo, fake_mode)
     for path, module, shell in pairs:
         own = shell.__dict__
@@ -107,7 +139,7 @@ class _States:
 
 
 def _shell(module: nn.Module) -> nn.Module:
-    cls = original_class(module)
+    cls = spied_class(original_class(module))
     return cls.__new__(cls)
 
 
@@ -156,7 +188,7 @@ def _copy_attributes(
     ghost: Ghost,
     mode: FakeTensorMode,
 ) -> None:
-    skip = {"_parameters", "_buffers", "_modules", *module_hook_dicts()}
+    skip = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", *module_hook_dicts()}
     forward: Any = module.__dict__.get("forward")
     if getattr(forward, "is_autosp_forward", False):  # ours: the ghost runs what stood there before
         skip.add("forward")
@@ -169,7 +201,7 @@ def _copy_attributes(
             continue
         copied = _deepcopy(value, memo, ghost, mode, path, name)
         shell.__dict__[name] = copied
-        before[name] = (copied, _size(copied))
+        before[name] = copied
     ghost.attributes[id(shell)] = before
 
 
@@ -198,38 +230,32 @@ def _deepcopy(
         return value
 
 
-def changed_attributes(ghost: Ghost) -> Iterator[tuple[str, str, Any, Any]]:
-    """(module path, attribute, value before, value after) of what forward wrote to `self`."""
+def changed_attributes(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
+    """(module path, attribute, value now) of what forward assigned to `self`.
+
+    Raises:
+        CaptureError: forward changed a list, dict or object of a module in place.
+    """
+    for container, items, where in ghost.inner:
+        if contents_now(container) != items:
+            raise CaptureError(
+                f"forward changes the {type(container).__name__} '{where.rpartition('.')[2]}' in place.",
+                where=where,
+                why="a traced program runs without the model's Python, so the change would be made "
+                "once instead of at every call",
+                fix="return the value from forward, or assign a new object to the attribute",
+            )
     shells = {id(module): module for module in ghost.module.modules()}
     for shell_id, before in ghost.attributes.items():
         shell = shells.get(shell_id)
         if shell is None:
             continue
         for name, value in shell.__dict__.items():
-            if name in ("_parameters", "_buffers", "_modules", "forward"):
+            if name in _OWN or name in module_hook_dicts():
                 continue
-            if name in module_hook_dicts():
-                continue
-            old, size = before.get(name, (MISSING, None))
-            if old is not value:
-                yield ghost.paths[shell_id], name, old, value
-            elif size != _size(value):
-                raise CaptureError(
-                    f"forward changes the {type(value).__name__} 'self.{name}' in place.",
-                    where=ghost.paths[shell_id] or type(shell).__name__,
-                    why="a traced program runs without the model's Python, so the change would be "
-                    "made once instead of at every call",
-                    fix="return the value from forward, or assign a new object to the attribute",
-                )
+            if before.get(name, _MISSING) is not value:
+                yield ghost.paths[shell_id], name, value
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-MISSING = _Missing()
-
-
-def _size(value: Any) -> int | None:
-    return len(value) if isinstance(value, (list, dict, set)) else None
+_OWN = {"_parameters", "_buffers", "_modules", "forward"}
+_MISSING = object()

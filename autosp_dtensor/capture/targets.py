@@ -52,7 +52,10 @@ def inplace_argument(
 def _inplace_position(func: Callable[..., Any]) -> int | None:
     if not isinstance(func, types.FunctionType):
         return None
-    names = list(inspect.signature(func).parameters)
+    try:
+        names = list(inspect.signature(func).parameters)
+    except (TypeError, ValueError):
+        return None
     return names.index("inplace") if "inplace" in names else None
 
 

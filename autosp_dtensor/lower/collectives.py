@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from .._torch import all_gather_single, reduce_scatter_single
+from .._torch import all_gather_single, once_differentiable, reduce_scatter_single
 from ..placement import Cover, Shard
 from .layout import merge
 

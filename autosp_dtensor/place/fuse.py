@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from ..capture.targets import UnderAutocast
 from ..graph import Meta, facts, set_facts, short_name
 from .masks import MASKED_BELOW, Pattern
 
@@ -64,6 +65,8 @@ def _fuse(
     casts: list[Node] = []
     final, dropout_p = _walk_forward(softmax, casts)
     if scores is None or scores.product is None or final is None:
+        return
+    if any(isinstance(n.target, UnderAutocast) for n in (softmax, scores.product, final)):
         return
     query, keys = scores.product.args
     value = final.args[1]

@@ -122,8 +122,9 @@ class Placer(Versions):
         set_facts(placed, facts(node).having(placements=tuple(facts(r).placement for r in results)))
 
     def _output_placement(self, node: Node) -> Placement:
-        """What a DTensor can say: replicated, or the chunks of `torch.chunk` on one dim; the sequence
-        where it is known. The result of a block stays as it is.
+        """What a DTensor can say: replicated, or chunks of one dim, of the sequence where known.
+
+        The result of a block stays as it is.
         """
         value = self.values[node]
         placement = value.placement

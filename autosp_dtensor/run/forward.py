@@ -63,11 +63,13 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = read_call(self.target, args, kwargs, functools.partial(placement_on, self.mesh))
         state = state_key(self.target) if isinstance(self.target, nn.Module) else ()
+        found = self._cached(call, state)
         if self.options.check_ranks:
-            self.agreement.on_call(call.describe(), self._state_text(state))
+            cached = "traced before" if found is not None else "new"
+            self.agreement.on_call(call.describe(), f"{self._state_text(state)}, {cached}")
         if self._runs_unsharded(call):
             return self.original()(*args, **kwargs)
-        program = self.program(call, state)
+        program = found or self.program(call, state)
         seed = 0
         if program.random:
             seed = self.agreement.seed(int(torch.randint(2**62, (), dtype=torch.int64)))
@@ -87,12 +89,16 @@ class Forward:
             self._texts[state] = state_text(state)
         return self._texts[state]
 
-    def program(self, call: Call, state: tuple[Any, ...]) -> Program:
-        """The program of a call: from the cache, or built now."""
-        key = (call.key, state)
-        for program in self.programs[key]:
+    def _cached(self, call: Call, state: tuple[Any, ...]) -> Program | None:
+        """The program of a call, if it was traced before and is still valid."""
+        for program in self.programs.get((call.key, state), ()):
             if program.valid():
                 return program
+        return None
+
+    def program(self, call: Call, state: tuple[Any, ...]) -> Program:
+        """Build the program of a call."""
+        key = (call.key, state)
         check_devices(call, self.target if isinstance(self.target, nn.Module) else None, self.mesh)
         whole = [t for t, p in zip(call.tensors, call.placements, strict=True) if p is None]
         if self.options.check_ranks:

@@ -151,13 +151,8 @@ class Program:
         return _ADDRESS.sub("", "\n".join([*ordered, *sorted(rest)]))
 
     def valid(self) -> bool:
-        """Whether what forward itself changes on the module has the value it was traced with."""
-        for path, name, old in self.captured.guards:
-            assert self.live is not None
-            now = self.live.get_submodule(path).__dict__.get(name, _MISSING)
-            if now is not old and not _same(now, old):
-                return False
-        return self.constants.unchanged()
+        """Whether what forward read of its modules' Python still has the value it was traced with."""
+        return self.captured.watch.holds() and self.constants.unchanged()
 
 
 class _Binder:
@@ -202,12 +197,6 @@ def _under(origin: Origin, base: str) -> Origin:
     return Origin(origin.kind, f"{base}.{origin.module}" if origin.module else base, origin.name)
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or type(a) is not type(b):
-        return repr(b) == "nothing" and a is _MISSING
-    return bool(a == b)
-
-
 _MISSING = object()
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -238,7 +227,11 @@ def _through_module(
 
     def call(seed: int, *inputs: Any) -> tuple[Any, ...]:
         own = module.__dict__
-        changed = {"forward": lambda *values: run(seed, *values), **fsdp_hooks_alone(module)}
+        changed = {
+            "forward": lambda *values: run(seed, *values),
+            "_compiled_call_impl": None,  # module.compile() must not compile the region's call
+            **fsdp_hooks_alone(module),
+        }
         previous = {name: own.get(name, _MISSING) for name in changed}
         own.update(changed)
         try:

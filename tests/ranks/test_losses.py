@@ -160,7 +160,7 @@ def test_loss_that_is_no_sum_over_tokens_is_right_or_refused(
     texts = run_on_ranks(right_or_refused, loss, inside, n=2)
     assert len(set(texts)) == 1, texts
     if texts[0]:
-        assert "test_losses.py:" in texts[0]
+        assert "  node  losses.py:" in texts[0]
 
 
 def per_token_losses(rank: Rank, n: int) -> None:

@@ -105,6 +105,8 @@ class AttentionRule(Rule):
         """Where a rank's query heads do not share its key heads evenly, it says which reads which."""
         queries, keys = option.ins[:2]
         group = grouped_heads(op)
+        if isinstance(queries, Shard) and 0 in queries.sizes and op.name != "tiled_attention":
+            return Local(attend_if_any, op.args, op.kwargs)
         if not isinstance(keys, Shard) or group == 1 or keys.dim != len(op.ins[1].shape) - 3:
             return super().localize(op, option)
         assert isinstance(queries, Shard)
@@ -141,6 +143,16 @@ def _key_heads(queries: Shard, group: int, count: int) -> Shard:
     if sum(sizes) == count:
         return Shard(queries.dim, tuple(sizes))
     return Cover(queries.dim, tuple(sizes), 1, tuple(starts), count)
+
+
+def attend_if_any(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Attention on a rank that may hold nothing: torch 2.11's CPU kernel divides by its size."""
+    if q.numel() and k.numel():
+        return F.scaled_dot_product_attention(q, k, v, *args, **kwargs)
+    empty = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    return empty + q.sum() + k.sum() + v.sum()
 
 
 def attend(

@@ -1,0 +1,110 @@
+"""Python values that forward reads from its modules: what they were, and whether they still are."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .template import is_plain
+
+__all__ = ["Spy", "Watch", "contents", "contents_now", "spied_class"]
+
+_DEPTH = 4
+
+
+class Spy:
+    """Notes which attributes of ghosts are read while it is active."""
+
+    active: set[tuple[int, str]] | None = None
+
+
+def spied_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass that behaves like `cls` and tells the spy what is read from its instances."""
+    if cls not in _SPIED:
+
+        def read(self: Any, name: str) -> Any:
+            if Spy.active is not None:
+                Spy.active.add((id(self), name))
+            return cls.__getattribute__(self, name)
+
+        body = {
+            "__getattribute__": read,
+            "__class__": property(lambda self: cls),
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+        }
+        _SPIED[cls] = type(cls.__name__, (cls,), body)
+    return _SPIED[cls]
+
+
+_SPIED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class Watch:
+    """Attributes of live modules with the values that a program was traced with."""
+
+    def __init__(self) -> None:
+        self._direct: list[tuple[nn.Module, str, Any]] = []
+        self._inner: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+
+    def add(self, module: nn.Module, name: str) -> None:
+        """Watch one attribute; what cannot change a program (tensors, modules, methods) is left out."""
+        value = getattr(module, name, _MISSING)
+        if value is _MISSING or is_plain(value):
+            self._direct.append((module, name, value))
+        elif name in module.__dict__:
+            self._inner.extend(contents(value, self._seen))
+
+    def holds(self) -> bool:
+        """Whether everything still has the value it had."""
+        for module, name, old in self._direct:
+            now = getattr(module, name, _MISSING)
+            if now is not old and (type(now) is not type(old) or now != old):
+                return False
+        return all(contents_now(container) == items for container, items in self._inner)
+
+
+_MISSING = object()
+
+
+def contents(value: Any, seen: set[int], depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    """(container, its plain items) of a value made of lists, dicts, sets and simple objects."""
+    if depth > _DEPTH or id(value) in seen or not _is_container(value):
+        return
+    seen.add(id(value))
+    yield value, contents_now(value)
+    for child in _children(value):
+        yield from contents(child, seen, depth + 1)
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, (list, dict, set, tuple)):
+        return True
+    opaque = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+    if isinstance(value, opaque) or is_plain(value) or callable(value):
+        return False
+    return hasattr(value, "__dict__") and not type(value).__module__.startswith("torch")
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, set, tuple)):
+        return list(value)
+    return list(vars(value).values())
+
+
+def contents_now(value: Any) -> Any:
+    """What can be compared cheaply: plain values by place, and how many entries there are."""
+    if isinstance(value, dict):
+        return len(value), {k: v for k, v in value.items() if is_plain(v)}
+    if isinstance(value, (list, tuple)):
+        return len(value), [v if is_plain(v) else id(v) for v in value]
+    if isinstance(value, set):
+        return len(value), {v for v in value if is_plain(v)}
+    return {k: v for k, v in vars(value).items() if is_plain(v)}
