@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,10 +25,12 @@ from torch.utils.checkpoint import CheckpointFunction
 __all__ = [
     "NON_REENTRANT",
     "CheckpointFunction",
+    "AUTOGRAD_FUNCTION_BASE",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "TorchDispatchMode",
     "TorchFunctionMode",
     "UnsupportedOperatorException",
@@ -172,4 +175,8 @@ def no_torch_function() -> Any:
 
 
 # What checkpoint(use_reentrant=False) runs, looked up by name.
+# What Function.apply calls: the one place that every way to call it goes through, also
+# `f = MyFunction.apply`.
+AUTOGRAD_FUNCTION_BASE: Any = torch.autograd.function._SingleLevelFunction
+
 NON_REENTRANT = "_checkpoint_without_reentrant_generator"

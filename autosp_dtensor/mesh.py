@@ -54,13 +54,36 @@ def fsdp_mesh(mesh: DeviceMesh, *, sp_axis: str = "sp", dp_axis: str = "dp") -> 
     sp_mesh(mesh, sp_axis)
     names = axis_names(mesh)
     members = tuple(name for name in names if name in (dp_axis, sp_axis))
-    flat = mesh[members[0]] if len(members) == 1 and len(names) > 1 else mesh
-    if len(members) > 1:
-        flat = flatten_mesh(mesh, members, "_".join(members))
     if REPLICATE_AXIS in names:
-        shard = members[0] if len(members) == 1 else "_".join(members)
-        return mesh[(REPLICATE_AXIS, shard)]
-    return flat
+        return _hsdp_mesh(mesh, members)
+    if len(members) > 1:
+        return flatten_mesh(mesh, members, "_".join(members))
+    return mesh if len(names) == 1 else mesh[members[0]]
+
+
+def _hsdp_mesh(mesh: DeviceMesh, members: tuple[str, ...]) -> DeviceMesh:
+    """[replicate, shard]. Made anew: torch 2.13 warns where a flattened axis is sliced from its root."""
+    if len(members) == 1:
+        return mesh[(REPLICATE_AXIS, members[0])]
+    names = axis_names(mesh)
+    if set(names) != {REPLICATE_AXIS, *members}:
+        raise MeshError(
+            f"a mesh with '{REPLICATE_AXIS}' and further axes has no HSDP mesh here.",
+            have=f"axes {names}",
+            fix=f"build the mesh for fully_shard yourself: [{REPLICATE_AXIS}, {' x '.join(members)}]",
+        )
+    key = (id(mesh), members)
+    if key not in _HSDP:
+        order = [names.index(name) for name in (REPLICATE_AXIS, *members)]
+        grid = mesh.mesh.permute(order).flatten(1)
+        made = DeviceMesh(
+            mesh.device_type, grid, mesh_dim_names=(REPLICATE_AXIS, "_".join(members))
+        )
+        _HSDP[key] = mesh, made
+    return _HSDP[key][1]
+
+
+_HSDP: dict[tuple[int, tuple[str, ...]], tuple[DeviceMesh, DeviceMesh]] = {}
 
 
 def data_shard(mesh: DeviceMesh, *, sp_axis: str = "sp") -> tuple[int, int]:

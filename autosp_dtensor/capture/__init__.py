@@ -36,7 +36,8 @@ class Captured:
         writes: attributes of modules that forward sets to new tensors (buffers included), with the
             index of the result.
         sets: attributes that forward sets to other values.
-        watch: the Python values that forward read from its modules: the program is valid for them alone.
+        watch: the Python values that forward read from its modules: the program is valid for them
+            alone.
     """
 
     graph: Graph
@@ -110,7 +111,8 @@ def _finish(recorder: Recorder, ghost: Ghost | None, result: Any, mode: FakeTens
             raise CaptureError(
                 f"forward keeps tensors inside a {type(new).__name__} on self.",
                 where=f"{path}.{name}".lstrip("."),
-                why="they are results of the program, which are put back only where they stand alone",
+                why="they are results of the program, which are put back only where they stand "
+                "alone",
                 fix="assign each tensor to an attribute of its own, or return it",
             )
         sets.append((path, name, new))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "memory_of"]
 
 _DISJOINT = {"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit"}
 
@@ -42,6 +42,12 @@ class Memory:
         version.writer = id(tensor)
         self._seen[id(tensor)] = version.count
 
+    def set_back(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """`tensor[i] = value`, where value is the view that wrote last: nothing else has changed."""
+        version = self._version(tensor)
+        if version.writer == id(value) and version is self._version(value):
+            self._seen[id(tensor)] = version.count
+
     def is_stale(self, tensor: torch.Tensor) -> bool:
         """Whether the memory was written to through another view since this tensor was made."""
         version = self._version(tensor)
@@ -51,10 +57,10 @@ class Memory:
         return family is None or family != self._family.get(version.writer)
 
     def _version(self, tensor: torch.Tensor) -> _Version:
-        return self._versions.setdefault(_memory(tensor), _Version())
+        return self._versions.setdefault(memory_of(tensor), _Version())
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):

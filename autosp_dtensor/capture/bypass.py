@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
 
-from .._torch import NON_REENTRANT, CheckpointFunction
+from .._torch import AUTOGRAD_FUNCTION_BASE, NON_REENTRANT, CheckpointFunction
+from ..errors import CaptureError
 
 if TYPE_CHECKING:
     from .trace import Recorder
@@ -47,22 +47,33 @@ def patched(recorder: Recorder) -> Iterator[None]:
 
     Functions that are wrapped in torch.compile run eagerly.
     """
-    function: Any = torch.autograd.Function
-    apply = function.__dict__["apply"]
+    base = AUTOGRAD_FUNCTION_BASE
     non_reentrant = getattr(torch.utils.checkpoint, NON_REENTRANT)
+    autograd_grad = torch.autograd.grad
 
     def recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             with recorder.checkpointed():
                 return args[0](*args[2:])
-        run = functools.partial(apply.__func__, cls)
+        run = super(base, cls).apply
+        if recorder.is_inside_call:  # part of a torch-level call, which is one node already
+            return run(*args, **kwargs)
         return recorder.opaque(cls, run, args, kwargs, name=cls.__name__)
+
+    def refused_grad(*args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(
+            "forward calls torch.autograd.grad().",
+            where=recorder.where(),
+            why="a gradient inside forward is not part of a traced program",
+            fix="move it out of forward",
+        )
 
     def recorded_non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
         with recorder.checkpointed():
             yield
 
-    function.apply = classmethod(recorded_apply)
+    base.apply = classmethod(recorded_apply)
+    torch.autograd.grad = refused_grad
     setattr(torch.utils.checkpoint, NON_REENTRANT, recorded_non_reentrant)
     token = _ACTIVE.set(recorder)
     fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -73,5 +84,6 @@ def patched(recorder: Recorder) -> Iterator[None]:
     finally:
         _ACTIVE.reset(token)
         torch.backends.mha.set_fastpath_enabled(fast_path)
-        function.apply = apply
+        del base.apply
+        torch.autograd.grad = autograd_grad
         setattr(torch.utils.checkpoint, NON_REENTRANT, non_reentrant)

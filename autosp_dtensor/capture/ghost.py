@@ -40,7 +40,7 @@ class Ghost:
     tensors: list[torch.Tensor] = field(default_factory=list)
     paths: dict[int, str] = field(default_factory=dict)
     attributes: dict[int, dict[str, Any]] = field(default_factory=dict)
-    inner: list[tuple[Any, Any, str]] = field(default_factory=list)
+    inner: list[tuple[Any, Any, str, str]] = field(default_factory=list)
     reads: set[tuple[int, str]] = field(default_factory=set)
 
     def remember(self) -> None:
@@ -51,8 +51,7 @@ class Ghost:
             for name, value in module.__dict__.items():
                 if name in _OWN or name in module_hook_dicts():
                     continue
-                where = f"{path}.{name}".lstrip(".")
-                self.inner.extend((c, items, where) for c, items in contents(value, seen))
+                self.inner.extend((c, items, path, name) for c, items in contents(value, seen))
 
     def watch(self) -> Watch:
         """The live attributes that forward has read, with the values that they have."""
@@ -236,11 +235,11 @@ def changed_attributes(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
     Raises:
         CaptureError: forward changed a list, dict or object of a module in place.
     """
-    for container, items, where in ghost.inner:
+    for container, items, path, name in ghost.inner:
         if contents_now(container) != items:
             raise CaptureError(
-                f"forward changes the {type(container).__name__} '{where.rpartition('.')[2]}' in place.",
-                where=where,
+                f"forward changes the {type(container).__name__} 'self.{name}' in place.",
+                where=path or type(ghost.live).__name__,
                 why="a traced program runs without the model's Python, so the change would be made "
                 "once instead of at every call",
                 fix="return the value from forward, or assign a new object to the attribute",

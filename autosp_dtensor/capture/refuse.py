@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from ..errors import CaptureError
 from ..graph import short_name
 
-__all__ = ["READS", "refuse_effects", "refuse_method", "value_read"]
+__all__ = ["READS", "refuse_detached_write", "refuse_effects", "refuse_method", "value_read"]
 
 READS = {"numpy", "__array__", "data_ptr"}  # tensors without data have none of these
 _METHODS = {
@@ -16,6 +18,7 @@ _METHODS = {
     "retain_grad": "the gradient of an intermediate value is not kept by a traced program",
     "backward": "backward inside forward is not part of a traced program",
     "set_": "it replaces the memory of a tensor",
+    "__set__": "a change of .data, .grad or .requires_grad is not an operation that can be traced",
 }
 
 
@@ -23,7 +26,9 @@ def refuse_method(name: str, where: Callable[[], str]) -> None:
     """Methods of tensors that act outside the program."""
     if name in _METHODS:
         raise CaptureError(
-            f"forward calls {name}() on a tensor.",
+            f"forward calls {name}() on a tensor."
+            if name != "__set__"
+            else "forward sets a property of a tensor.",
             where=where(),
             why=_METHODS[name],
             fix="move it out of forward",
@@ -51,6 +56,17 @@ def refuse_effects(
             where=where(),
             why="the traced program has no views of one memory",
             fix="assign the result instead",
+        )
+
+
+def refuse_detached_write(target: torch.Tensor, func: Callable[..., Any], where: str) -> None:
+    """In-place under no_grad: on one device the value changes, and its history goes on."""
+    if target.requires_grad and not torch.is_grad_enabled():
+        raise CaptureError(
+            f"{short_name(func)} changes a value that has a gradient, under no_grad.",
+            where=where,
+            why="its history would have to go on from before the change",
+            fix="use an out-of-place operation and detach() what is meant to have no gradient",
         )
 
 

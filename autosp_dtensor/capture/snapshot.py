@@ -53,7 +53,7 @@ class Watch:
         self._seen: set[int] = set()
 
     def add(self, module: nn.Module, name: str) -> None:
-        """Watch one attribute; what cannot change a program (tensors, modules, methods) is left out."""
+        """Watch one attribute, unless it cannot change a program (tensors, modules, methods)."""
         value = getattr(module, name, _MISSING)
         if value is _MISSING or is_plain(value):
             self._direct.append((module, name, value))

@@ -23,10 +23,10 @@ from .._torch import (
 )
 from ..errors import CaptureError
 from ..graph import Facts, Meta, Origin, Scope, set_facts, short_name
-from .aliasing import Memory
+from .aliasing import Memory, memory_of
 from .bypass import looked_into
 from .ghost import Ghost
-from .refuse import READS, refuse_effects, refuse_method, value_read
+from .refuse import READS, refuse_detached_write, refuse_effects, refuse_method, value_read
 from .source import user_line
 from .targets import (
     Opaque,
@@ -87,8 +87,15 @@ class Recorder(TorchFunctionMode):
         self.aten = _AtenLog()
         self.memory = Memory()
         self._checkpoints = 0
+        self._depth = 0
+        self._owners: dict[int, Origin] = {}
         self._detached_nodes: dict[Node, Node] = {}
         self._ambient = {kind: _autocast_state(kind) for kind in ("cpu", "cuda")}
+
+    @property
+    def is_inside_call(self) -> bool:
+        """Whether a torch-level call is running: what it calls in turn is part of it."""
+        return self._depth > 0
 
     # -- values -------------------------------------------------------------------------------
 
@@ -170,8 +177,9 @@ class Recorder(TorchFunctionMode):
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)
         inplace = inplace_argument(func, args, kwargs)
         start = len(self.aten.ops)
-        if name in READS:
+        if name in READS or (name == "__format__" and args[1:] and args[1]):
             raise value_read(func, self.where())
+        self._depth += 1
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -184,6 +192,8 @@ class Recorder(TorchFunctionMode):
                 why="its output shape is not known before it runs",
                 fix="register a fake implementation (torch.library.register_fake)",
             ) from error
+        finally:
+            self._depth -= 1
         ops = tuple(self.aten.ops[start:])
         del self.aten.ops[start:]
         if inplace is not None:
@@ -234,7 +244,7 @@ class Recorder(TorchFunctionMode):
     def _record_inplace(self, func, args, kwargs, ops, *, wrapped: bool = True) -> None:
         target = args[0]
         origin = self.origin_of.get(id(target))
-        owner = tensor_owner(target, self.origin_of)
+        owner = self._owner(target)
         if origin is None and owner is not None:
             raise CaptureError(
                 f"forward writes to a part of {owner.module}.{owner.name} in place.",
@@ -252,6 +262,9 @@ class Recorder(TorchFunctionMode):
                 "copies",
                 fix="work on a copy: x = x.clone()",
             )
+        refuse_detached_write(target, func, self.where())
+        if len(args) > 2 and isinstance(args[2], torch.Tensor):
+            self.memory.set_back(target, args[2])  # y[i] += x: y[i] is written, then set
         node = self._call(
             OutOfPlace(func) if wrapped else func, args, kwargs, [target], ops, single=True
         )
@@ -259,6 +272,15 @@ class Recorder(TorchFunctionMode):
         self.memory.written(target)
         if origin is not None:
             self.mutations[origin] = id(target)
+
+    def _owner(self, tensor: torch.Tensor) -> Origin | None:
+        """The parameter, buffer or input whose memory it shares (a view, .data, .detach())."""
+        if not self._owners:
+            for known in [*(self.ghost.tensors if self.ghost else ()), *self.alive]:
+                origin = self.origin_of.get(id(known))
+                if origin is not None:
+                    self._owners[memory_of(known)] = origin
+        return self._owners.get(memory_of(tensor))
 
     def _call(self, func, args, kwargs, outs, ops, *, single: bool) -> Node:
         node_args, node_kwargs = map_aggregate(
@@ -337,14 +359,17 @@ class Recorder(TorchFunctionMode):
     def record_tap(self, tap: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return self.opaque(tap, tap, tuple(tensors), {}, name=tap.__name__)
 
-    def opaque(self, target, run, args, kwargs, name: str):
+    def opaque(self, target, run, args, kwargs, name: str, fake=None):
         """Run something that is not to be looked into, and record it as one node."""
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)
         start = len(self.aten.ops)
         with no_torch_function():
             result = run(*args, **kwargs)
         del self.aten.ops[start:]
-        self.record(Opaque(target, name), args, kwargs, result)
+        opaque = Opaque(target, name)
+        if fake is not None:
+            opaque.without_data = fake
+        self.record(opaque, args, kwargs, result)
         return result
 
     # -- where --------------------------------------------------------------------------------
@@ -354,12 +379,6 @@ class Recorder(TorchFunctionMode):
         path = self.scopes[-1].path if self.scopes else ""
         line = user_line()
         return f"{path} ({line})" if path and line else path or line
-
-
-def tensor_owner(tensor: torch.Tensor, origins: dict[int, Origin]) -> Origin | None:
-    """The parameter, buffer or input that `tensor` is a view of."""
-    base = tensor._base
-    return None if base is None else origins.get(id(base))
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -70,6 +70,13 @@ def _add(
     return node
 
 
+def _legacy_reduction(size_average: bool | None, reduce: bool | None) -> str:
+    """The reduction that the deprecated pair of flags means."""
+    if reduce is False:
+        return "none"
+    return "sum" if size_average is False else "mean"
+
+
 def _bind(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
     bound = dict(zip(names, node.args, strict=False))
     bound.update(node.kwargs)
@@ -92,9 +99,7 @@ def _class_loss_mean(graph: Graph, node: Node, name: str) -> None:
     """mean -> sum over the weight of valid targets, which every rank counts on the whole target."""
     given = _bind(node, _CLASS_NAMES)
     if given.get("size_average") is not None or given.get("reduce") is not None:
-        reduction = torch.nn._reduction.legacy_get_string(
-            given.get("size_average"), given.get("reduce")
-        )
+        reduction = _legacy_reduction(given.get("size_average"), given.get("reduce"))
     else:
         reduction = given.get("reduction", "mean")
     logits, target, weight = given["input"], given["target"], given.get("weight")
@@ -194,7 +199,8 @@ _ELEMENT_LOSSES = {
         "input", "target", "weight", "size_average", "reduce", "reduction", "pos_weight"),
     "kl_div": ("input", "target", "size_average", "reduce", "reduction", "log_target"),
     "soft_margin_loss": ("input", "target", "size_average", "reduce", "reduction"),
-    "poisson_nll_loss": ("input", "target", "log_input", "full", "size_average", "eps", "reduce", "reduction"),
+    "poisson_nll_loss": (
+        "input", "target", "log_input", "full", "size_average", "eps", "reduce", "reduction"),
 }  # fmt: skip
 
 
@@ -203,9 +209,7 @@ def _element_loss_mean(graph: Graph, node: Node, name: str) -> None:
     given = _bind(node, _ELEMENT_LOSSES[name])
     reduction = given.get("reduction", "mean")
     if given.get("size_average") is not None or given.get("reduce") is not None:
-        reduction = torch.nn._reduction.legacy_get_string(
-            given.get("size_average"), given.get("reduce")
-        )
+        reduction = _legacy_reduction(given.get("size_average"), given.get("reduce"))
     if reduction == "none" or (
         given.get("weight") is not None and name in ("mse_loss", "l1_loss", "huber_loss")
     ):
@@ -220,7 +224,8 @@ def _element_loss_mean(graph: Graph, node: Node, name: str) -> None:
     }
     with graph.inserting_before(node):
         each = _add(
-            graph, node, node.target, (given["input"], given["target"]), {**extra, "reduction": "none"},
+            graph, node, node.target, (given["input"], given["target"]),
+            {**extra, "reduction": "none"},
             replace(known.meta, shape=tuple(shape)), known.aten,
         )  # fmt: skip
         if reduction == "batchmean":
@@ -305,8 +310,9 @@ def _tile_mask(
 
 
 def _share_key_heads(graph: Graph, node: Node) -> None:
-    """Key and value heads that the model repeats for its query heads are shared instead (enable_gqa), so that no
-    copies are exchanged.
+    """Key and value heads that the model repeats for its query heads are shared instead.
+
+    So enable_gqa says it, and no copies are exchanged.
     """
     given = _bind(node, _SDPA_NAMES)
     if given.get("enable_gqa"):
@@ -324,7 +330,7 @@ def _share_key_heads(graph: Graph, node: Node) -> None:
 
 
 def _repeated_from(node: Any) -> tuple[Node, int] | None:
-    """(x, g) where the node is x [B, Hkv, S, D] with each head g times in a row; None for anything else."""
+    """(x, g) where the node is x [B, Hkv, S, D] with each head g times in a row; else None."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     shape = facts(node).meta.shape

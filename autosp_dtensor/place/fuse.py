@@ -29,7 +29,7 @@ _CASTS = {"to", "float", "double", "half", "bfloat16", "type_as", "type"}
 
 @dataclass(frozen=True)
 class _Mask:
-    """A float mask that is added, or a bool one of what is allowed with the score of what is not."""
+    """A float mask that is added, or a bool one of what is allowed and the score of the rest."""
 
     node: Node
     fill: float | None = None

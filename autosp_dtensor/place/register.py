@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._torch import OpOverload
 from ..capture.bypass import active_recorder
 from ..errors import UsageError
 from .rule import FactorRule, Factors, Op
@@ -54,7 +55,7 @@ def register_rule(
     overload = getattr(target, "_opoverload", None)  # torch.library.custom_op
     if overload is not None:
         target = overload
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         USER_RULES[target] = USER_RULES[target.overloadpacket] = rule
         return target
     if isinstance(target, types.FunctionType) and not target.__module__.split(".")[0] == "torch":
@@ -73,7 +74,8 @@ def _opaque(
         recorder = active_recorder()
         if recorder is None:
             return function(*args, **kwargs)
-        return recorder.opaque(function, fake or function, args, kwargs, name=function.__name__)
+        run = fake or function
+        return recorder.opaque(function, run, args, kwargs, function.__name__, fake)
 
     USER_RULES[function] = rule
     return call

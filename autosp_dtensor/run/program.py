@@ -151,7 +151,7 @@ class Program:
         return _ADDRESS.sub("", "\n".join([*ordered, *sorted(rest)]))
 
     def valid(self) -> bool:
-        """Whether what forward read of its modules' Python still has the value it was traced with."""
+        """Whether what forward read of its modules' Python still has the value it had."""
         return self.captured.watch.holds() and self.constants.unchanged()
 
 

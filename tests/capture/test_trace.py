@@ -715,14 +715,25 @@ def test_autograd_function_keeps_its_backward() -> None:
     assert_program_equals_whole(Model(lambda m, x: Clipped.apply(x, 0.5)), (IDS,), 1)
 
 
+clipped = Clipped.apply  # as most code keeps it
+
+
+def test_autograd_function_kept_by_its_bound_method_is_one_node_too() -> None:
+    captured = traced(Model(lambda m, x: clipped(x, 0.5)))
+    names = [n.target.__name__ for n in captured.graph.nodes if n.op == "call_function"]
+    assert names == ["embedding", "Clipped"]
+    assert_program_equals_whole(Model(lambda m, x: clipped(x, 0.5)), (IDS,), 1)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
 def test_compiled_function_is_traced_through() -> None:
     @torch.compile
     def inner(x: Tensor) -> Tensor:
         return x.relu() * 2
 
-    program = same(lambda m, x: inner(x))
-    assert program.named("relu")
+    captured = traced(Model(lambda m, x: inner(x)))
+    names = [n.target.__name__ for n in captured.graph.nodes if n.op == "call_function"]
+    assert names == ["embedding", "relu", "mul"]
 
 
 # -- what goes in and comes out --------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Attention by bands of queries, with the mask made for one band at a time, forward and backward."""
+"""Attention by bands of queries, the mask made for one band at a time, forward and backward."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def tiled_attention(
         leaves: what the mask is made of, as `TileMask` lists it.
         heads: local key head of each local query head, where they are not grouped evenly.
 
-    Keys that no query of a band may read are not touched. In backward each band is computed again, so
-    that neither scores nor masks are kept. A query that may read nothing gets zeros, as in SDPA.
+    Keys that no query of a band may read are not touched. In backward each band is computed again,
+    so that neither scores nor masks are kept. A query that may read nothing gets zeros, as in SDPA.
     """
     if heads is not None:
         index = torch.tensor(heads, dtype=torch.int64, device=k.device)

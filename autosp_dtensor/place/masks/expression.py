@@ -93,7 +93,7 @@ class Expression:
         name = short_name(node.target)
         inputs = node.all_input_nodes
         if not inputs or _constant(node, name) is not None:
-            return shape[-2:] == (self.rows, self.columns)
+            return True
         if any(self._is_large(each) for each in inputs):
             return True
         return not any(_is_plane(facts(each).meta.shape) for each in inputs)
@@ -334,7 +334,9 @@ _BOUNDS: dict[str, Callable[..., Bounds]] = {
     "half": _same,
     "bfloat16": _same,
 }
-for _alias, _name in (("bitwise_and", "and"), ("logical_and", "and"), ("bitwise_or", "or"), ("logical_or", "or"),
-                      ("less_equal", "le"), ("less", "lt"), ("greater_equal", "ge"), ("greater", "gt"),
-                      ("rmul", "mul"), ("radd", "add"), ("rand", "and"), ("ror", "or")):  # fmt: skip
+for _alias, _name in (
+    ("bitwise_and", "and"), ("logical_and", "and"), ("bitwise_or", "or"), ("logical_or", "or"),
+    ("less_equal", "le"), ("less", "lt"), ("greater_equal", "ge"), ("greater", "gt"),
+    ("rmul", "mul"), ("radd", "add"), ("rand", "and"), ("ror", "or"),
+):  # fmt: skip
     _BOUNDS[_alias] = _BOUNDS[_name]

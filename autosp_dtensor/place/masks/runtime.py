@@ -1,7 +1,8 @@
 """A mask that depends on data, evaluated on tiles while the program runs: it never exists whole.
 
-What the mask is made of (positions, document ids, padding flags) is given as tensors; the mask itself
-is their expression. A first pass bounds every tile, so that tiles that allow nothing are skipped.
+What the mask is made of (positions, document ids, padding flags) is given as tensors; the mask
+itself is their expression. A first pass bounds every tile, so that tiles that allow nothing are
+skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Band:
 
 
 class TileMask:
-    """The expression of one mask, cut out of the captured graph. Calls give `leaves` in its order."""
+    """The expression of one mask, cut out of the captured graph; calls give `leaves` in order."""
 
     def __init__(self, graph: Graph, root: Node, leaves: list[Node]) -> None:
         self.graph, self.root, self.leaves = graph, root, leaves
@@ -107,7 +108,7 @@ class TileMask:
 
 
 def _row_of(leaf: torch.Tensor, batch: int | None, rows: int) -> torch.Tensor:
-    """One batch row of a leaf [B, ..., ., .] (leaves of masks [B, 1, S, T] have four dims where B counts)."""
+    """One batch row of a leaf; leaves of masks [B, 1, S, T] have four dims where B counts."""
     if batch is None or leaf.dim() != 4 or leaf.shape[0] != rows:
         return leaf
     return leaf[batch : batch + 1]
@@ -116,8 +117,8 @@ def _row_of(leaf: torch.Tensor, batch: int | None, rows: int) -> torch.Tensor:
 def tile_mask(root: Node) -> tuple[TileMask, list[Node]] | None:
     """Cut a mask's expression out of its graph: (mask, the nodes whose values it is given).
 
-    None where the mask is no expression: given whole, random, trained, or built by an operation that
-    cannot be evaluated on a part.
+    None where the mask is no expression: given whole, random, trained, or built by an operation
+    that cannot be evaluated on a part.
     """
     meta = facts(root).meta
     if len(meta.shape) not in (2, 4) or meta.requires_grad:

@@ -102,7 +102,7 @@ class AttentionRule(Rule):
                 yield option
 
     def localize(self, op: Op, option: Option) -> Local:
-        """Where a rank's query heads do not share its key heads evenly, it says which reads which."""
+        """Where query heads do not share a rank's key heads evenly, it says which reads which."""
         queries, keys = option.ins[:2]
         group = grouped_heads(op)
         if isinstance(queries, Shard) and 0 in queries.sizes and op.name != "tiled_attention":

@@ -116,7 +116,7 @@ def convolution_factors(op: Op) -> Factors:
 
 
 def localize_convolution(op: Op, option: Option) -> Local:
-    """Where channels are split and each has its own filter, a rank has as many groups as channels."""
+    """Where channels are split, each with its own filter, a rank has as many groups as channels."""
     channels = option.ins[1]
     if not isinstance(channels, Shard) or argument(op, 6, "groups", 1) == 1:
         return Local(op.target, op.args, op.kwargs)
