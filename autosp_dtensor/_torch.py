@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
+    "AUTOGRAD_FUNCTION_BASE",
     "NON_REENTRANT",
     "CheckpointFunction",
-    "AUTOGRAD_FUNCTION_BASE",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",

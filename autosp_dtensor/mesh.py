@@ -58,11 +58,11 @@ def fsdp_mesh(mesh: DeviceMesh, *, sp_axis: str = "sp", dp_axis: str = "dp") -> 
         return _hsdp_mesh(mesh, members)
     if len(members) > 1:
         return flatten_mesh(mesh, members, "_".join(members))
-    return mesh if len(names) == 1 else mesh[members[0]]
+    return mesh if len(names) == 1 else mesh[sp_axis]
 
 
 def _hsdp_mesh(mesh: DeviceMesh, members: tuple[str, ...]) -> DeviceMesh:
-    """[replicate, shard]. Made anew: torch 2.13 warns where a flattened axis is sliced from its root."""
+    """[replicate, shard], made anew: torch 2.13 warns if a flattened axis is sliced from its root."""
     if len(members) == 1:
         return mesh[(REPLICATE_AXIS, members[0])]
     names = axis_names(mesh)
@@ -70,7 +70,8 @@ def _hsdp_mesh(mesh: DeviceMesh, members: tuple[str, ...]) -> DeviceMesh:
         raise MeshError(
             f"a mesh with '{REPLICATE_AXIS}' and further axes has no HSDP mesh here.",
             have=f"axes {names}",
-            fix=f"build the mesh for fully_shard yourself: [{REPLICATE_AXIS}, {' x '.join(members)}]",
+            fix="build the mesh for fully_shard yourself: "
+            f"[{REPLICATE_AXIS}, {' x '.join(members)}]",
         )
     key = (id(mesh), members)
     if key not in _HSDP:

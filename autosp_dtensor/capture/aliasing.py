@@ -43,7 +43,7 @@ class Memory:
         self._seen[id(tensor)] = version.count
 
     def set_back(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """`tensor[i] = value`, where value is the view that wrote last: nothing else has changed."""
+        """`tensor[i] = value`, where value is the view that wrote last: nothing else changed."""
         version = self._version(tensor)
         if version.writer == id(value) and version is self._version(value):
             self._seen[id(tensor)] = version.count

@@ -49,6 +49,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._direct: list[tuple[nn.Module, str, Any]] = []
+        self._same: list[tuple[nn.Module, str, Any]] = []
         self._inner: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
 
@@ -57,7 +58,8 @@ class Watch:
         value = getattr(module, name, _MISSING)
         if value is _MISSING or is_plain(value):
             self._direct.append((module, name, value))
-        elif name in module.__dict__:
+        elif name in module.__dict__ and not isinstance(value, (torch.Tensor, nn.Module)):
+            self._same.append((module, name, value))
             self._inner.extend(contents(value, self._seen))
 
     def holds(self) -> bool:
@@ -66,6 +68,8 @@ class Watch:
             now = getattr(module, name, _MISSING)
             if now is not old and (type(now) is not type(old) or now != old):
                 return False
+        if any(module.__dict__.get(name) is not value for module, name, value in self._same):
+            return False
         return all(contents_now(container) == items for container, items in self._inner)
 
 

@@ -97,6 +97,8 @@ class OutOfPlace(_Wrapped):
 class Opaque(_Wrapped):
     """A function, or a subclass of autograd.Function, recorded as one node and not looked into."""
 
+    without_data: Callable[..., Any]  # set where a user's rule has a fake
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.func.apply if isinstance(self.func, type) else self.func
         return call(*args, **kwargs)

@@ -76,7 +76,10 @@ def _fuse(
         return
     patterns = [recognize(mask.node) for mask in scores.masks]
     known_masks = all(pattern is not None for pattern in patterns)
-    if not known_masks and not all(can_tile(mask.node) for mask in scores.masks):
+    dtype = facts(scores.product).meta.dtype
+    if not known_masks and not all(
+        can_tile(mask.node) and _outweighs(mask, dtype) for mask in scores.masks
+    ):
         return
     assert isinstance(query, Node) and isinstance(keys, Node) and isinstance(value, Node)
     known = facts(final)
@@ -100,6 +103,11 @@ def _fuse(
         fused = graph.call_function(F.scaled_dot_product_attention, (query, key, value), options)
         set_facts(fused, replace(known, random=dropout_p > 0, aten=()))
     final.replace_all_uses_with(fused)
+
+
+def _outweighs(mask: _Mask, dtype: torch.dtype) -> bool:
+    """Whether adding the fill gives the fill: a query that may read nothing then weighs all alike."""
+    return mask.fill is None or mask.fill <= torch.finfo(dtype).min
 
 
 def _added(graph: Graph, at: Node, masks: list[_Mask]) -> Node:

@@ -132,7 +132,9 @@ def _factors(spec: str, parsed: tuple[tuple[Term, ...], tuple[Term, ...]], op: O
 
     named_ins = tuple(names(t, len(m.shape)) for t, m in zip(ins, op.ins, strict=True))
     named_outs = tuple(names(t, len(m.shape)) for t, m in zip(outs, op.outs, strict=True))
-    every = {n for names_ in (*named_ins, *named_outs) for n in names_ if n is not None}
-    local = frozenset(every - whole)
+    read = {
+        n for term in named_ins for n in term if n is not None
+    }  # what only results have is whole
+    local = frozenset(read - whole)
     sums = frozenset(n for n in local if not any(n in names_ for names_ in named_outs))
     return Factors(named_ins, named_outs, local, sums)

@@ -396,27 +396,41 @@ def test_plain_tensor_attribute_is_read_from_the_model() -> None:
         assert_program_equals_whole(Counting(lambda m, x: x * m.plain), (IDS,), n)
 
 
-def test_number_that_forward_changes_is_set_and_guarded() -> None:
+def test_number_that_forward_changes_is_set_and_watched() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         m.count += 1
         return x * m.count
 
-    captured = traced(Counting(body))
+    model = Counting(body)
+    captured = traced(model)
     assert captured.sets == [("", "count", 1)]
-    assert captured.guards == [("", "count", 0)]
+    assert captured.watch.holds()
+    model.count = 1
+    assert not captured.watch.holds()
 
 
-def test_flag_set_at_the_first_call_is_set_and_guarded() -> None:
+def test_flag_set_at_the_first_call_is_set_and_watched() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         if not hasattr(m, "ready"):
             m.ready = True
             return x
         return x * 2
 
-    captured = traced(Counting(body))
+    model = Counting(body)
+    captured = traced(model)
     assert captured.sets == [("", "ready", True)]
-    ((path, name, old),) = captured.guards
-    assert (path, name, repr(old)) == ("", "ready", "nothing")
+    assert captured.watch.holds()
+    model.ready = True
+    assert not captured.watch.holds()
+
+
+def test_attribute_that_forward_does_not_read_is_not_watched() -> None:
+    model = Counting(lambda m, x: x * m.stats["calls"])
+    captured = traced(model)
+    model.count, model.seen = 7, [1, 2, 3]
+    assert captured.watch.holds()
+    model.stats["calls"] = 1
+    assert not captured.watch.holds()
 
 
 def test_list_that_grows_is_refused_with_this_text() -> None:

@@ -151,6 +151,18 @@ POINTWISE: dict[str, list[Case]] = {
     "addcmul": _same(torch.addcmul, f(4, 8), f(4, 8), f(4, 8)),
     "addcdiv": _same(torch.addcdiv, f(4, 8), f(4, 8), u(4, 8) + 1),
     "nan_to_num": _same(torch.nan_to_num, torch.where(b(4, 8), f(4, 8), torch.nan)),
+    "hardswish": _same(F.hardswish),
+    "log_sigmoid": _same(F.logsigmoid),
+    "mish": [*_same(F.mish), *_same(_written(lambda x: F.mish(x, inplace=True)))],
+    "floor_divide": [
+        *_same(torch.floor_divide, i(4, 8, high=90), i(4, 8) + 1),
+    ],
+    "floordiv": _same(lambda x: x // 2, i(4, 8)),
+    "complex": [
+        *_same(torch.complex, f(4, 8), f(4, 8)),
+        Case(torch.complex, (f(4, 8), f(8)), "xx,x"),
+    ],
+    "polar": _same(torch.polar, u(4, 8), f(4, 8)),
     "mse_loss": _loss("mse_loss", f(4, 8), f(4, 8)),
     "l1_loss": _loss("l1_loss", f(4, 8), f(4, 8)),
     "smooth_l1_loss": _loss("smooth_l1_loss", f(4, 8), f(4, 8)),
@@ -303,6 +315,27 @@ PRODUCTS: dict[str, list[Case]] = {
         ),
     ],
 }
+
+
+def _documents(q: Tensor, k: Tensor, v: Tensor, d: Tensor, **options: Any) -> Tensor:
+    mask = d[:, None, :, None] >= d[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+
+
+PRODUCTS["tiled_attention"] = [
+    Case(
+        _documents,
+        (f(2, 4, 6, 3), f(2, 4, 6, 3), f(2, 4, 6, 5), i(2, 6)),
+        ".x..,.x..,.x..,....,....",
+        canonical=True,
+    ),
+    Case(
+        lambda *t: _documents(*t, enable_gqa=True, scale=0.3),
+        (f(2, 8, 6, 3), f(2, 4, 6, 3), f(2, 4, 6, 3), i(2, 6)),
+        ".x..,.x..,.x..,....,....",
+        canonical=True,
+    ),
+]
 
 
 def _along(call: Callable[[Tensor, int], Any]) -> list[Case]:

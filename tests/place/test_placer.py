@@ -154,7 +154,8 @@ SENDS: dict[str, tuple[Any, list[str]]] = {
     "a sum for one token": (lambda x: x[:, -1], ["all_reduce"]),
     "a sum for a total": (lambda x: x.sum(), ["all_reduce"]),
     "a sum for a norm of all": (lambda x: x.square().sum().sqrt(), ["all_reduce"]),
-    "an exchange for a cumulative sum": (lambda x: x.cumsum(1), ["all_to_all"]),
+    "an exchange for a cumulative sum": (lambda x: x.cumsum(1).sum(), ["all_to_all", "all_reduce"]),
+    "a result that goes back to tokens": (lambda x: x.cumsum(1), ["all_to_all", "all_to_all"]),
     "an exchange there and back": (
         lambda x: F.rms_norm(x.cumsum(1), (8,)),
         ["all_to_all", "all_to_all"],

@@ -34,6 +34,9 @@ def tiled_attention(
     Keys that no query of a band may read are not touched. In backward each band is computed again,
     so that neither scores nor masks are kept. A query that may read nothing gets zeros, as in SDPA.
     """
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):  # as scaled_dot_product_attention does
+        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     if heads is not None:
         index = torch.tensor(heads, dtype=torch.int64, device=k.device)
         k, v, enable_gqa = k.index_select(1, index), v.index_select(1, index), False

@@ -35,12 +35,26 @@ class Band:
     masked: bool
 
 
+@dataclass(frozen=True)
+class _Known:
+    """Bands found for given tensors; holding them keeps others from taking their place unnoticed."""
+
+    leaves: tuple[torch.Tensor, ...]
+    versions: list[int]
+    tile: int
+    bands: list[Band]
+
+    def fits(self, leaves: Sequence[torch.Tensor], versions: list[int]) -> bool:
+        same = all(a is b for a, b in zip(self.leaves, leaves, strict=True))
+        return same and versions == self.versions and self.tile == TILE
+
+
 class TileMask:
     """The expression of one mask, cut out of the captured graph; calls give `leaves` in order."""
 
     def __init__(self, graph: Graph, root: Node, leaves: list[Node]) -> None:
         self.graph, self.root, self.leaves = graph, root, leaves
-        self._bands: tuple[Any, list[Band]] | None = None
+        self._known: _Known | None = None
 
     def __repr__(self) -> str:
         return f"mask of {len(self.graph.nodes) - len(self.leaves)} operations"
@@ -57,10 +71,10 @@ class TileMask:
 
     def bands(self, leaves: Sequence[torch.Tensor]) -> list[Band]:
         """Which tiles there is work in; the same for every layer that is given the same tensors."""
-        key = tuple((id(leaf), leaf._version if not leaf.is_inference() else 0) for leaf in leaves)
-        if self._bands is None or self._bands[0] != (key, TILE):
-            self._bands = ((key, TILE), self._find_bands(leaves))
-        return self._bands[1]
+        versions = [0 if leaf.is_inference() else leaf._version for leaf in leaves]
+        if self._known is None or not self._known.fits(leaves, versions):
+            self._known = _Known(tuple(leaves), versions, TILE, self._find_bands(leaves))
+        return self._known.bands
 
     def _expression(self, leaves: Sequence[torch.Tensor]) -> Expression:
         expression = Expression(self.root)
@@ -123,6 +137,8 @@ def tile_mask(root: Node) -> tuple[TileMask, list[Node]] | None:
     meta = facts(root).meta
     if len(meta.shape) not in (2, 4) or meta.requires_grad:
         return None
+    if len(meta.shape) == 4 and meta.shape[1] > 1:
+        return None  # differs by head: it is split with the heads, so it is needed whole
     expression = Expression(root)
     if not expression._is_large(root):
         return None
