@@ -62,7 +62,7 @@ def fsdp_mesh(mesh: DeviceMesh, *, sp_axis: str = "sp", dp_axis: str = "dp") -> 
 
 
 def _hsdp_mesh(mesh: DeviceMesh, members: tuple[str, ...]) -> DeviceMesh:
-    """[replicate, shard], made anew: torch 2.13 warns if a flattened axis is sliced from its root."""
+    """[replicate, shard], made anew: torch 2.13 warns if a flattened axis is cut from its root."""
     if len(members) == 1:
         return mesh[(REPLICATE_AXIS, members[0])]
     names = axis_names(mesh)

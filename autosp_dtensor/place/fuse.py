@@ -106,7 +106,7 @@ def _fuse(
 
 
 def _outweighs(mask: _Mask, dtype: torch.dtype) -> bool:
-    """Whether adding the fill gives the fill: a query that may read nothing then weighs all alike."""
+    """Whether adding the fill gives the fill: a query that reads nothing then weighs all alike."""
     return mask.fill is None or mask.fill <= torch.finfo(dtype).min
 
 

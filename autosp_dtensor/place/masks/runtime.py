@@ -37,7 +37,7 @@ class Band:
 
 @dataclass(frozen=True)
 class _Known:
-    """Bands found for given tensors; holding them keeps others from taking their place unnoticed."""
+    """Bands found for given tensors, held so that no others take their place unnoticed."""
 
     leaves: tuple[torch.Tensor, ...]
     versions: list[int]
