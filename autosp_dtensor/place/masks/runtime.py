@@ -137,8 +137,6 @@ def tile_mask(root: Node) -> tuple[TileMask, list[Node]] | None:
     meta = facts(root).meta
     if len(meta.shape) not in (2, 4) or meta.requires_grad:
         return None
-    if len(meta.shape) == 4 and meta.shape[1] > 1:
-        return None  # differs by head: it is split with the heads, so it is needed whole
     expression = Expression(root)
     if not expression._is_large(root):
         return None

@@ -169,10 +169,19 @@ def attend(
 
 
 def tiled_factors(op: Op) -> Factors:
-    """Heads alone: what the mask is made of counts batch rows and positions of the whole."""
-    blank = tuple((None,) * len(meta.shape) for meta in op.ins[3:])
+    """Heads alone: what the mask is made of counts batch rows and positions of the whole.
+
+    What differs by head (slopes [1, H, 1, 1]) is split with the heads.
+    """
+    heads = op.ins[0].shape[1]
+
+    def leaf(shape: tuple[int, ...]) -> tuple[str | None, ...]:
+        by_head = len(shape) >= 3 and shape[-3] == heads > 1
+        return tuple("h" if by_head and d == len(shape) - 3 else None for d in range(len(shape)))
+
     lead = ("b", "h")
-    ins = ((*lead, "m", None), (*lead, "t", None), (*lead, "t", None), *blank)
+    leaves = tuple(leaf(meta.shape) for meta in op.ins[3:])
+    ins = ((*lead, "m", None), (*lead, "t", None), (*lead, "t", None), *leaves)
     return Factors(ins, ((*lead, "m", None),), frozenset("h"), prefer=("h",))
 
 
