@@ -145,7 +145,10 @@ class Versions:
     def _can_redo(self, value: Value) -> bool:
         """Cheap, without gradient, computed whole: better redone on a part than sliced."""
         return (
-            value.cheap and REPLICATE in value.versions and value.facts.meta.dtype.is_floating_point
+            value.cheap
+            and len(value.inputs) > 0  # what is made from numbers alone is sliced
+            and REPLICATE in value.versions
+            and value.facts.meta.dtype.is_floating_point
         )
 
     def _can_redo_whole(self, value: Value) -> bool:
