@@ -88,6 +88,7 @@ class Recorder(TorchFunctionMode):
         self.memory = Memory()
         self._checkpoints = 0
         self._depth = 0
+        self._grad_outside = torch.is_grad_enabled()
         self._owners: dict[int, Origin] = {}
         self._detached_nodes: dict[Node, Node] = {}
         self._ambient = {kind: _autocast_state(kind) for kind in ("cpu", "cuda")}
@@ -286,7 +287,7 @@ class Recorder(TorchFunctionMode):
         node_args, node_kwargs = map_aggregate(
             (args, kwargs), lambda v: self.node_for(v) if isinstance(v, torch.Tensor) else v
         )
-        if not torch.is_grad_enabled():
+        if self._grad_outside and not torch.is_grad_enabled():
             node_args, node_kwargs = map_aggregate((node_args, node_kwargs), self._detached)
         func = self._under_autocast(plain_target(func), outs)
         node = self.graph.call_function(func, node_args, node_kwargs)
