@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from .lower import Call, Collective, Drawn, Region, bound, local_meta
 from .lower.layout import take_shard
 from .placement import Shard
 from .run.program import Program
+from .run.traffic import size_text, traffic_of
 
 __all__ = ["explain_program"]
 
@@ -79,46 +79,12 @@ def _row(node: Node, kept: dict[Node, int]) -> str:
 
 
 def _totals(program: Program, kept: int) -> list[str]:
-    forward: Counter[str] = Counter()
-    backward: Counter[str] = Counter()
-    sent = {"forward": 0, "backward": 0}
-    transposed = {
-        "all_gather": "reduce_scatter",
-        "reduce_scatter": "all_gather",
-        "mean_grad": "all_reduce",
-    }
-    grad = program.grad
-    for node, count in program.nodes():
-        target = node.target
-        if not isinstance(target, Collective) or not target.sends:
-            continue
-        known = facts(node)
-        if target.kind != "mean_grad":
-            forward[target.kind] += count
-            sent["forward"] += count * known.bytes
-        if grad and known.meta.requires_grad:
-            backward[transposed.get(target.kind, target.kind)] += count
-            sent["backward"] += count * known.bytes
-
-    def text(counts: Counter[str]) -> str:
-        return (
-            ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-            or "no collective"
-        )
-
+    forward, backward = traffic_of(program.nodes(), grad=program.grad)
     return [
-        f"forward:  {text(forward)}; {size_text(sent['forward'])} sent per rank",
-        f"backward: {text(backward)}; {size_text(sent['backward'])} sent per rank",
+        f"forward:  {forward}",
+        f"backward: {backward}",
         f"kept for backward: {size_text(kept)} per rank",
     ]
-
-
-def size_text(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _kept_bytes(region: Region) -> dict[Node, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from .._torch import fsdp_policy
 from ..capture import Call, Captured, capture
 from ..errors import MeshError, PlacementError
-from ..graph import facts
-from ..lower import Collective, cut_regions, lower
+from ..lower import cut_regions, lower
 from ..place import place
 from ..place.seeds import seed_inputs
 from .constants import Constants
 from .program import Program
+from .traffic import traffic_of
 
 __all__ = ["Options", "build", "check_devices", "sequence_length"]
 
@@ -135,41 +134,21 @@ def check_devices(call: Call, live: nn.Module | None, mesh: DeviceMesh) -> None:
         )
 
 
-def collectives(program: Program) -> Counter[str]:
-    """How many collectives of each kind the forward pass makes."""
-    found: Counter[str] = Counter()
-    for node, count in program.nodes():
-        target = node.target
-        if isinstance(target, Collective) and target.sends and target.kind != "mean_grad":
-            found[target.kind] += count
-    return found
-
-
-def sent(program: Program) -> int:
-    """Bytes that one rank sends in the forward pass."""
-    return sum(
-        count * facts(n).bytes for n, count in program.nodes() if isinstance(n.target, Collective)
-    )
-
-
 def _log_summary(program: Program, call: Call, seconds: float) -> None:
-    regions = [path for path, _ in program.root.walk() if path]
-    distinct = program.distinct
-    counts = (
-        ", ".join(f"{count} {kind}" for kind, count in sorted(collectives(program).items()))
-        or "no collective"
-    )
+    target = call.target
+    is_module = isinstance(target, nn.Module)
+    name = type(target).__name__ if is_module else getattr(target, "__name__", "function")
+    regions = sum(bool(path) for path, _ in program.root.walk())
+    forward, backward = traffic_of(program.nodes(), grad=program.grad)
     log.info(
-        "traced %s(%s) in %.2f s: %d operations, %d regions (%d distinct); forward: %s, "
-        "%.1f MiB sent per rank",
-        type(call.target).__name__
-        if isinstance(call.target, nn.Module)
-        else getattr(call.target, "__name__", "function"),
+        "traced %s(%s) in %.2f s: %d operations, %d regions (%d distinct); "
+        "a step: forward %s, backward %s",
+        name,
         call.describe(),
         seconds,
         sum(count for _, count in program.nodes()),
-        len(regions),
-        distinct,
-        counts,
-        sent(program) / 2**20,
+        regions,
+        program.distinct,
+        forward,
+        backward,
     )

@@ -244,7 +244,8 @@ def test_what_was_traced_is_logged(mesh: DeviceMesh, caplog: pytest.LogCaptureFi
     (record,) = caplog.records
     text = record.getMessage()
     assert text.startswith("traced Model(i64[2, 12]) in ")
-    assert text.endswith("forward: no collective, 0.0 MiB sent per rank")
+    nothing = "no collective; 0 B sent per rank"
+    assert text.endswith(f"a step: forward {nothing}, backward {nothing}")
 
 
 # -- state -----------------------------------------------------------------------------------------
