@@ -61,6 +61,8 @@ class Watch:
         elif name in module.__dict__ and not isinstance(value, (torch.Tensor, nn.Module)):
             self._same.append((module, name, value))
             self._inner.extend(contents(value, self._seen))
+        elif name not in module.__dict__:  # a container of the class
+            self._inner.extend(contents(value, self._seen))
 
     def holds(self) -> bool:
         """Whether everything still has the value it had."""

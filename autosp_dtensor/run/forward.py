@@ -106,6 +106,9 @@ class Forward:
         program = build(call, self.mesh, self.options)
         if self.options.check_ranks:
             self.agreement.on_text(program.text(), call.describe())
+            self.agreement.on_data(
+                list(program.captured.consts.values()), "tensors from outside of the model"
+            )
         self.programs[key].append(program)
         count = sum(len(programs) for programs in self.programs.values())
         if count % _MANY == 0:

@@ -69,7 +69,8 @@ _NAMES = (
     "where masked_fill clamp clip copy fill zero to type_as float double half bfloat16 bool int "
     "long type contiguous clone detach zeros_like ones_like full_like empty_like rand_like "
     "randn_like randint_like dropout alpha_dropout bernoulli normal uniform exponential lerp "
-    "addcmul addcdiv nan_to_num hardswish log_sigmoid floor_divide floordiv rfloordiv mish complex polar"
+    "addcmul addcdiv nan_to_num hardswish log_sigmoid "
+    "floor_divide floordiv rfloordiv mish complex polar"
 )
 RULES = {name: POINTWISE for name in _NAMES.split()}
 _LOSSES = (
