@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from .check import Report, verify_call
 from .errors import MeshError, UsageError
@@ -67,6 +68,13 @@ def parallelize(
         )
     if dp_axis == sp_axis:
         raise UsageError(f"sp_axis and dp_axis are both '{sp_axis}'.")
+    if isinstance(model, DistributedDataParallel):
+        raise MeshError(
+            "parallelize got a module that DDP has wrapped.",
+            why="DDP reduces gradients around the module; the sequence is split inside it",
+            fix="parallelize the module first, then wrap it: DDP(autosp.parallelize(model, mesh), "
+            "process_group=autosp.fsdp_mesh(mesh).get_group())",
+        )
     if isinstance(model, nn.Module):
         inner = [name for name, child in model.named_modules() if forward_of(child) is not None]
         if inner:

@@ -86,7 +86,7 @@ def capture(call: Call) -> Captured:
         Spy.active = None
     if ghost is not None:
         ghost.reads = reads
-    return _finish(recorder, ghost, result, fake_mode)
+    return _finish(recorder, ghost, call.target, result, fake_mode)
 
 
 def _fake_input(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -95,7 +95,9 @@ def _fake_input(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def _finish(recorder: Recorder, ghost: Ghost | None, result: Any, mode: FakeTensorMode) -> Captured:
+def _finish(
+    recorder: Recorder, ghost: Ghost | None, target: Any, result: Any, mode: FakeTensorMode
+) -> Captured:
     template = Template(result)
     tensors = list(template.tensors)
     writes = [
@@ -135,7 +137,7 @@ def _finish(recorder: Recorder, ghost: Ghost | None, result: Any, mode: FakeTens
         recorder.calls,
         writes,
         sets,
-        ghost.watch() if ghost else Watch(),
+        _watch(ghost, target),
         recorder.consts,
         mode,
     )
@@ -144,3 +146,12 @@ def _finish(recorder: Recorder, ghost: Ghost | None, result: Any, mode: FakeTens
 def _place(tensors: list[torch.Tensor], recorder: Recorder, key: int) -> int:
     tensors.append(next(t for t in recorder.alive if id(t) == key))
     return len(tensors) - 1
+
+
+def _watch(ghost: Ghost | None, target: Any) -> Watch:
+    """What the program depends on in Python: of a module, or of a plain function."""
+    if ghost is not None:
+        return ghost.watch()
+    watch = Watch()
+    watch.add_function(target)
+    return watch

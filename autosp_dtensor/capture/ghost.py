@@ -63,6 +63,8 @@ class Ghost:
             path = self.paths.get(shell_id)
             if path is not None and name not in _UNWATCHED and not name.startswith("__"):
                 watch.add(live[path], name)
+        for cls in {type(module) for module in self.live.modules()}:
+            watch.add_function(getattr(cls, "forward", None))
         return watch
 
     def own(self, fake: torch.Tensor, origin: Origin) -> torch.Tensor:

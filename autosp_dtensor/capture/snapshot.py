@@ -51,6 +51,8 @@ class Watch:
         self._direct: list[tuple[nn.Module, str, Any]] = []
         self._same: list[tuple[nn.Module, str, Any]] = []
         self._inner: list[tuple[Any, Any]] = []
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        self._cells: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
 
     def add(self, module: nn.Module, name: str) -> None:
@@ -64,12 +66,33 @@ class Watch:
         elif name not in module.__dict__:  # a container of the class
             self._inner.extend(contents(value, self._seen))
 
+    def add_function(self, function: Any) -> None:
+        """Watch the plain globals and closure variables that a function names itself."""
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return
+        names = function.__globals__
+        for name in code.co_names:
+            if name in names and is_plain(names[name]):
+                self._globals.append((names, name, names[name]))
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not bound yet
+                continue
+            if is_plain(value):
+                self._cells.append((cell, value))
+
     def holds(self) -> bool:
         """Whether everything still has the value it had."""
         for module, name, old in self._direct:
             now = getattr(module, name, _MISSING)
             if now is not old and (type(now) is not type(old) or now != old):
                 return False
+        if any(scope.get(name) != old for scope, name, old in self._globals):
+            return False
+        if any(cell.cell_contents != old for cell, old in self._cells):
+            return False
         if any(module.__dict__.get(name) is not value for module, name, value in self._same):
             return False
         return all(contents_now(container) == items for container, items in self._inner)

@@ -19,6 +19,7 @@ from .masks import Pattern, ReadState, TileMask, recognize, tile_mask, tiled_att
 __all__ = ["canonicalize", "target_weight"]
 
 log = logging.getLogger("autosp_dtensor")
+_LARGE_MASK = 1 << 20
 
 
 def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) -> Graph:
@@ -281,6 +282,18 @@ def _drop_plain_mask(node: Node, pattern_of: Callable[[Node], Pattern | None]) -
     node.kwargs = given
 
 
+def _warn_of_mask(node: Node, mask: Node) -> None:
+    """Once for a mask, where it is large: layers share it."""
+    meta = facts(mask).meta
+    first = min(n for n in mask.users if short_name(n.target) == "scaled_dot_product_attention")
+    if meta.nbytes >= _LARGE_MASK and node is first:
+        log.warning(
+            "attention at %s takes a mask of %.1f MiB as it is, whole on every rank",
+            facts(node).source,
+            meta.nbytes / 2**20,
+        )
+
+
 def _tile_mask(
     graph: Graph, node: Node, tiles_of: Callable[[Node], tuple[TileMask, list[Node]] | None]
 ) -> None:
@@ -292,11 +305,7 @@ def _tile_mask(
     found = tiles_of(mask)
     rank = len(facts(given["query"]).meta.shape)
     if found is None or rank != 4 or given.get("dropout_p") or given.get("is_causal"):
-        log.warning(
-            "attention at %s takes a mask of %.1f MiB as it is, whole on every rank",
-            facts(node).source,
-            facts(mask).meta.nbytes / 2**20,
-        )
+        _warn_of_mask(node, mask)
         return
     expression, leaves = found
     options = {k: given[k] for k in ("scale", "enable_gqa") if given.get(k)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -64,6 +65,26 @@ class Agreement:
         if any(row != rows[0] for row in rows):
             self._tell(rows, description, "data")
 
+    def on_parameters(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Check that all ranks hold the same values in whole parameters and buffers."""
+        if self.size == 1:
+            return
+        pairs = list(named)
+        if not pairs:
+            return
+        rows = self._gather([_content(tensor) for _, tensor in pairs])
+        wrong = [
+            name for k, (name, _) in enumerate(pairs) if any(row[k] != rows[0][k] for row in rows)
+        ]
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise RankMismatchError(
+                "ranks of one sp group hold different parameters.",
+                have=", ".join(wrong[:3]) + more,
+                why="each computes a part of the sequence with its own copy",
+                fix="seed all ranks alike before the model is built, or load the same weights",
+            )
+
     def on_text(self, text: str, what: str) -> None:
         """Check that all ranks have built the same program."""
         if self.size == 1:
@@ -91,6 +112,9 @@ class Agreement:
         )
 
 
+_CHUNK = 1 << 22
+
+
 def _digest(text: str) -> int:
     return int.from_bytes(
         hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True
@@ -104,7 +128,10 @@ def _content(tensor: torch.Tensor) -> int:
         if raw.is_complex():
             raw = torch.view_as_real(raw).reshape(-1)
         width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[raw.element_size()]
-        words = raw.view(width).to(torch.int64)
-        places = torch.arange(1, words.numel() + 1, device=words.device)
-        mixed = (words + places * 0x9E3779B97F4A7C) * 0x2545F4914F6CDD1D
-        return int((mixed ^ (mixed >> 29)).sum())
+        words, total = raw.view(width), 0
+        for start in range(0, words.numel(), _CHUNK):  # 64-bit copies of a part at a time
+            part = words[start : start + _CHUNK].to(torch.int64)
+            places = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
+            mixed = (part + places * 0x9E3779B97F4A7C) * 0x2545F4914F6CDD1D
+            total += int((mixed ^ (mixed >> 29)).sum())
+        return (total + 2**63) % 2**64 - 2**63

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..capture import Call, read_call, state_key, state_text
 from .agree import Agreement
@@ -43,6 +44,7 @@ class Forward:
         self.agreement = Agreement(mesh)
         self.programs: dict[Any, list[Program]] = defaultdict(list)
         self.last: Program | None = None
+        self._compared = False
         self._texts: dict[tuple[Any, ...], str] = {}
         self.original_attribute = (
             target.__dict__.get("forward") if isinstance(target, nn.Module) else None
@@ -109,6 +111,7 @@ class Forward:
             self.agreement.on_data(
                 list(program.captured.consts.values()), "tensors from outside of the model"
             )
+            self._compare_parameters()
         self.programs[key].append(program)
         count = sum(len(programs) for programs in self.programs.values())
         if count % _MANY == 0:
@@ -119,6 +122,14 @@ class Forward:
                 count,
             )
         return program
+
+    def _compare_parameters(self) -> None:
+        """Once: whole parameters and buffers are the same on all ranks (FSDP2's shards are not whole)."""
+        if self._compared or not isinstance(self.target, nn.Module):
+            return
+        self._compared = True
+        states = [*self.target.named_parameters(), *self.target.named_buffers()]
+        self.agreement.on_parameters((n, t) for n, t in states if not isinstance(t, DTensor))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         """A copied module is parallelized as well: same mesh, its own programs."""
