@@ -61,7 +61,9 @@ def parallelize(
     sp = sp_mesh(mesh, sp_axis)
     if not callable(model):
         raise UsageError(f"parallelize takes a module or a callable, got {type(model).__name__}.")
-    if not isinstance(seq_dim, int) or seq_dim < 0:
+    if not isinstance(check_ranks, bool):
+        raise UsageError(f"check_ranks is True or False, got {check_ranks!r}.")
+    if not isinstance(seq_dim, int) or isinstance(seq_dim, bool) or seq_dim < 0:
         raise UsageError(
             f"seq_dim is a dim counted from the left, got {seq_dim!r}.",
             fix="1 for [B, S], 0 for [S, B]",
@@ -123,6 +125,13 @@ def verify(model: nn.Module, *args: Any, tolerance: float | None = None, **kwarg
     Returns:
         a Report: `print` it for the worst values, `.ok` for the verdict.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "verify takes a module.",
+            have=type(model).__name__,
+            why="it compares the gradients of parameters",
+            fix="verify the module whose output the function takes",
+        )
     return verify_call(model, _runner(model, "verify"), args, kwargs, tolerance)
 
 

@@ -267,9 +267,18 @@ def _operations(region: Region) -> Iterator[Node]:
 
 
 def lowered(
-    target: Any, args: tuple[Any, ...] = (), n: int = 2, seq_dim: int = 1, **kwargs: Any
+    target: Any,
+    args: tuple[Any, ...] = (),
+    n: int = 2,
+    seq_dim: int = 1,
+    *,
+    sharded: dict[int, Shard] | None = None,
+    **kwargs: Any,
 ) -> Lowered:
+    """sharded: inputs, by number, that come as DTensors, and how they are split."""
     call = read_call(target, args, kwargs, _no_dtensor)
+    for number, shard in (sharded or {}).items():
+        call.placements[number] = shard
     live = target if isinstance(target, nn.Module) else None
     captured = capture(call)
     written = frozenset(index for origin, index in captured.writes if origin.kind == "buffer")
@@ -300,15 +309,20 @@ def assert_program_equals_whole(
     seq_dim: int = 1,
     *,
     gradients: bool = True,
+    sharded: dict[int, Shard] | None = None,
     **kwargs: Any,
 ) -> Lowered:
     """The split program gives the results, states and gradients of one device, on every rank."""
     reference = copy.deepcopy(target) if isinstance(target, nn.Module) else target
-    program = lowered(target, args, n, seq_dim, **kwargs)
+    program = lowered(target, args, n, seq_dim, sharded=sharded, **kwargs)
     given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
 
-    # Each rank has its own copy of an input; parameters and constants are shared.
-    copies = [[x.detach().clone().requires_grad_(x.requires_grad) for _ in range(n)] for x in given]
+    # Each rank has its own copy, or part, of an input; parameters and constants are shared.
+    inputs = [(sharded or {}).get(k, Replicate()) for k in range(len(given))]
+    copies = [
+        [part.detach().clone().requires_grad_(x.requires_grad) for part in cut(x, placement, n)]
+        for x, placement in zip(given, inputs, strict=True)
+    ]
     locals_ = Ranks(n, program.state).run(program.root, copies)
     output = next(node for node in program.flat.nodes if node.op == "output")
     placements = facts(output).placements
@@ -331,9 +345,8 @@ def assert_program_equals_whole(
         state = getattr(reference.get_submodule(origin.module), origin.name)
         torch.testing.assert_close(glued[index].detach(), state.detach())
     if gradients:
-        _assert_gradients(
-            program, reference, given, copies, locals_, placements, want_leaves, glued
-        )
+        results = locals_, placements, want_leaves, glued
+        _assert_gradients(program, reference, given, copies, inputs, *results)
     return program
 
 
@@ -342,6 +355,7 @@ def _assert_gradients(
     reference: Any,
     given: list[Tensor],
     copies: list[list[Tensor]],
+    inputs: list[Placement],
     locals_: list[Locals],
     placements: Sequence[Placement],
     want_leaves: list[Any],
@@ -380,12 +394,15 @@ def _assert_gradients(
     for name, a, b, x in zip(names, got, want, own, strict=False):
         a, b = (torch.zeros_like(x) if g is None else g for g in (a, b))
         torch.testing.assert_close(a / n, b, msg=lambda m, name=name: f"gradient of {name}: {m}")
-    for j, k in enumerate(asked):  # every rank holds the true gradient of an input
-        for rank in range(n):
-            a, b = got[len(own) + j * n + rank], want[len(own) + j]
-            a, b = (torch.zeros_like(given[k]) if g is None else g for g in (a, b))
+    for j, k in enumerate(asked):  # every rank holds the true gradient of what it was given
+        true = want[len(own) + j]
+        parts = cut(torch.zeros_like(given[k]) if true is None else true, inputs[k], n)
+        for rank, b in enumerate(parts):
+            a = got[len(own) + j * n + rank]
             torch.testing.assert_close(
-                a, b, msg=lambda m, k=k, rank=rank: f"gradient of input {k} on rank {rank}: {m}"
+                torch.zeros_like(b) if a is None else a,
+                b,
+                msg=lambda m, k=k, rank=rank: f"gradient of input {k} on rank {rank}: {m}",
             )
 
 

@@ -235,17 +235,9 @@ def changed_attributes(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
     """(module path, attribute, value now) of what forward assigned to `self`.
 
     Raises:
-        CaptureError: forward changed a list, dict or object of a module in place.
+        CaptureError: forward changed a list, dict or set of a module in place.
     """
-    for container, items, path, name in ghost.inner:
-        if contents_now(container) != items:
-            raise CaptureError(
-                f"forward changes the {type(container).__name__} 'self.{name}' in place.",
-                where=path or type(ghost.live).__name__,
-                why="a traced program runs without the model's Python, so the change would be made "
-                "once instead of at every call",
-                fix="return the value from forward, or assign a new object to the attribute",
-            )
+    yield from _changed_inside(ghost)
     shells = {id(module): module for module in ghost.module.modules()}
     for shell_id, before in ghost.attributes.items():
         shell = shells.get(shell_id)
@@ -256,6 +248,27 @@ def changed_attributes(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
                 continue
             if before.get(name, _MISSING) is not value:
                 yield ghost.paths[shell_id], name, value
+
+
+def _changed_inside(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
+    """Plain attributes of objects that modules hold, such as a config: "config.problem_type"."""
+    shells = {ghost.paths[key]: key for key in ghost.attributes}
+    for container, items, path, name in ghost.inner:
+        now = contents_now(container)
+        if now == items:
+            continue
+        held = ghost.attributes[shells[path]].get(name) is container
+        if not (held and isinstance(now, dict) and isinstance(items, dict)):
+            raise CaptureError(
+                f"forward changes the {type(container).__name__} 'self.{name}' in place.",
+                where=path or type(ghost.live).__name__,
+                why="a traced program runs without the model's Python, so the change would be made "
+                "once instead of at every call",
+                fix="return the value from forward, or assign a new object to the attribute",
+            )
+        for key, value in now.items():
+            if items.get(key, _MISSING) != value:
+                yield path, f"{name}.{key}", value
 
 
 _OWN = {"_parameters", "_buffers", "_modules", "forward"}

@@ -1,6 +1,4 @@
-"""Rewrites of whole-sequence calls into equal ones whose parts can be placed. Values change by
-rounding at most.
-"""
+"""Rewrites of whole-sequence calls into equal ones that can be placed, up to rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..graph import Facts, Meta, facts, set_facts, short_name
+from ..graph import Facts, Meta, callee, facts, set_facts, short_name
 from .fuse import fuse_attention
 from .masks import Pattern, ReadState, TileMask, recognize, tile_mask, tiled_attention
 
@@ -23,9 +21,7 @@ _LARGE_MASK = 1 << 20
 
 
 def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) -> Graph:
-    """Means over tokens become sums over a global count; masks that say no more than causal go; few
-    key heads are repeated.
-    """
+    """Means become sums over a global count, plain causal masks go, key heads are shared."""
     patterns: dict[Node, Pattern | None] = {}
 
     def pattern_of(mask: Node) -> Pattern | None:
@@ -60,7 +56,7 @@ def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) ->
 def _add(
     graph: Graph,
     like: Node,
-    target: Callable[..., Any],
+    target: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     meta: Meta,
@@ -113,7 +109,7 @@ def _class_loss_mean(graph: Graph, node: Node, name: str) -> None:
             same = _add(
                 graph,
                 node,
-                node.target,
+                callee(node),
                 (logits, target, weight),
                 {**kept, "reduction": reduction},
                 known.meta,
@@ -137,7 +133,7 @@ def _class_loss_mean(graph: Graph, node: Node, name: str) -> None:
         total = _add(
             graph,
             node,
-            node.target,
+            callee(node),
             (logits, target, weight),
             {**kept, "reduction": "sum"},
             replace(known.meta, dtype=dtype),
@@ -145,7 +141,7 @@ def _class_loss_mean(graph: Graph, node: Node, name: str) -> None:
         count_meta = replace(known.meta, requires_grad=False, dtype=dtype)
         if facts(target).meta.dtype.is_floating_point:
             shape = facts(target).meta.shape
-            count: Any = facts(target).meta.numel // (shape[1] if len(shape) > 1 else shape[0])
+            count: Any = facts(target).meta.numel // shape[min(1, len(shape) - 1)]
         else:
             count = _add(
                 graph,
@@ -181,9 +177,7 @@ def _class_loss_mean(graph: Graph, node: Node, name: str) -> None:
 def target_weight(
     target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What cross entropy's mean divides by: the number of valid targets, or the sum of their class
-    weights.
-    """
+    """What cross entropy's mean divides by: the valid targets, or their class weights' sum."""
     valid = target != ignore_index
     if weight is None:
         return valid.sum().to(dtype)
@@ -225,7 +219,7 @@ def _element_loss_mean(graph: Graph, node: Node, name: str) -> None:
     }
     with graph.inserting_before(node):
         each = _add(
-            graph, node, node.target, (given["input"], given["target"]),
+            graph, node, callee(node), (given["input"], given["target"]),
             {**extra, "reduction": "none"},
             replace(known.meta, shape=tuple(shape)), known.aten,
         )  # fmt: skip
@@ -266,9 +260,7 @@ _SDPA_NAMES = (
 
 
 def _drop_plain_mask(node: Node, pattern_of: Callable[[Node], Pattern | None]) -> None:
-    """A mask proved to be causal, or to allow all, is said by the kernel's own argument; what built
-    it is dead code.
-    """
+    """A mask proved causal, or to allow all, is said by the kernel's argument, and is dead code."""
     given = _bind(node, _SDPA_NAMES)
     mask = given.get("attn_mask")
     if not isinstance(mask, Node) or given.get("is_causal"):
@@ -326,53 +318,56 @@ def _share_key_heads(graph: Graph, node: Node) -> None:
     given = _bind(node, _SDPA_NAMES)
     if given.get("enable_gqa"):
         return
-    sources = [_repeated_from(given[name]) for name in ("key", "value")]
-    if any(source is None for source in sources):
-        return
-    (key, groups), (value, value_groups) = sources  # type: ignore[misc]
-    if groups != value_groups:
+    key, value = (_repeated_from(given[name]) for name in ("key", "value"))
+    if key is None or value is None or key[1] != value[1]:
         return
     query = given.pop("query")
-    given.pop("key"), given.pop("value")
+    del given["key"], given["value"]
     given["enable_gqa"] = True
-    node.args, node.kwargs = (query, key, value), given
+    node.args, node.kwargs = (query, key[0], value[0]), given
 
 
 def _repeated_from(node: Any) -> tuple[Node, int] | None:
     """(x, g) where the node is x [B, Hkv, S, D] with each head g times in a row; else None."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
-    shape = facts(node).meta.shape
-    if len(shape) != 4:
+    if len(facts(node).meta.shape) != 4:
         return None
     name = short_name(node.target)
     if name == "contiguous":
         return _repeated_from(node.args[0])
     if name == "repeat_interleave":
-        source, repeats = (
-            node.args[0],
-            node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats"),
-        )
-        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-        if isinstance(source, Node) and isinstance(repeats, int) and dim in (1, -3):
+        given = _bind(node, ("input", "repeats", "dim"))
+        source, repeats = given.get("input"), given.get("repeats")
+        if isinstance(source, Node) and isinstance(repeats, int) and given.get("dim") in (1, -3):
             return source, repeats
         return None
-    if name not in ("reshape", "view", "flatten"):
+    return _expanded_from(node) if name in ("reshape", "view", "flatten") else None
+
+
+def _expanded_from(node: Node) -> tuple[Node, int] | None:
+    """The same said as x[:, :, None].expand(B, Hkv, g, S, D).reshape(B, Hkv * g, S, D)."""
+    wide: Any = node.args[0]
+    if short_name(wide.target) not in ("expand", "broadcast_to"):
         return None
-    wide = node.args[0]
-    if not isinstance(wide, Node) or short_name(wide.target) not in ("expand", "broadcast_to"):
+    narrow: Any = wide.args[0]
+    if not (short_name(narrow.target) == "unsqueeze" or _adds_dims_alone(narrow)):
         return None
-    narrow = wide.args[0]
-    if not isinstance(narrow, Node):
-        return None
-    b, h, s, d = shape
-    wide_shape, narrow_shape = facts(wide).meta.shape, facts(narrow).meta.shape
+    source: Any = narrow.args[0]
+    b, h, s, d = facts(node).meta.shape
+    wide_shape = facts(wide).meta.shape
     if len(wide_shape) != 5 or wide_shape[3:] != (s, d) or wide_shape[0] != b:
         return None
     kept, groups = wide_shape[1], wide_shape[2]
-    if narrow_shape != (b, kept, 1, s, d) or kept * groups != h or groups == 1:
+    shapes = facts(narrow).meta.shape, facts(source).meta.shape
+    if shapes != ((b, kept, 1, s, d), (b, kept, s, d)) or kept * groups != h or groups == 1:
         return None
-    source = narrow.args[0] if short_name(narrow.target) in ("getitem", "unsqueeze") else None
-    if isinstance(source, Node) and facts(source).meta.shape == (b, kept, s, d):
-        return source, groups
-    return None
+    return source, groups
+
+
+def _adds_dims_alone(node: Node) -> bool:
+    """x[:, :, None]: an index of whole slices and None, which moves nothing."""
+    if short_name(node.target) != "getitem":
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(i is None or i is Ellipsis or i == slice(None) for i in index)

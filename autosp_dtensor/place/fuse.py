@@ -1,5 +1,4 @@
-"""Attention written by hand, as matmul, softmax, matmul, becomes one call of
-scaled_dot_product_attention.
+"""Attention written by hand (matmul, softmax, matmul) becomes one scaled_dot_product_attention.
 
 Only where the result stays the same up to rounding: the scores are used for nothing else, every
 mask is proved causal or empty, and softmax is not computed in fewer bits than the queries have.
@@ -8,7 +7,6 @@ Scores [.., S, T] then exist nowhere.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,9 +44,7 @@ class _Scores:
 
 
 def fuse_attention(graph: Graph, recognize: Recognize, can_tile: Callable[[Node], bool]) -> Graph:
-    """Rewrite each hand-written attention that qualifies; others stay as they are. Values change by
-    rounding.
-    """
+    """Rewrite each hand-written attention that qualifies; values change by rounding."""
     for node in list(graph.nodes):
         if node.op == "call_function" and short_name(node.target) == "softmax":
             _fuse(graph, node, recognize, can_tile)
@@ -76,9 +72,8 @@ def _fuse(
         return
     patterns = [recognize(mask.node) for mask in scores.masks]
     known_masks = all(pattern is not None for pattern in patterns)
-    dtype = facts(scores.product).meta.dtype
     if not known_masks and not all(
-        can_tile(mask.node) and _outweighs(mask, dtype) for mask in scores.masks
+        can_tile(mask.node) and _forbids_wholly(mask) for mask in scores.masks
     ):
         return
     assert isinstance(query, Node) and isinstance(keys, Node) and isinstance(value, Node)
@@ -97,7 +92,7 @@ def _fuse(
         options = {"dropout_p": dropout_p, "is_causal": causal, "scale": scores.scale}
         if not known_masks:
             options["is_causal"] = False
-            options["attn_mask"] = _added(graph, final, scores.masks)
+            options["attn_mask"] = _all_allowed(graph, scores.masks)
         if _is_shared(facts(query).meta, facts(keys).meta):
             options["enable_gqa"] = True
         fused = graph.call_function(F.scaled_dot_product_attention, (query, key, value), options)
@@ -105,42 +100,23 @@ def _fuse(
     final.replace_all_uses_with(fused)
 
 
-def _outweighs(mask: _Mask, dtype: torch.dtype) -> bool:
-    """Whether adding the fill gives the fill: a query that reads nothing then weighs all alike."""
-    return mask.fill is None or mask.fill <= torch.finfo(dtype).min
+def _forbids_wholly(mask: _Mask) -> bool:
+    """-inf where not allowed. With a finite fill a query that may read nothing weighs all keys
+    alike, and kernels get its gradient wrong (torch 2.13, CPU: log-sum-exp absorbs the count).
+    """
+    return mask.fill == float("-inf")
 
 
-def _added(graph: Graph, at: Node, masks: list[_Mask]) -> Node:
-    """All masks as one float mask."""
-    dtype = facts(at).meta.dtype
-    total: Node | None = None
-    for mask in masks:
-        node = mask.node
-        shape = facts(node).meta.shape
-        if mask.fill is not None:
-            fill = max(mask.fill, torch.finfo(dtype).min) if math.isfinite(mask.fill) else mask.fill
-            zero = graph.call_function(
-                torch.zeros, ((),), {"dtype": dtype, "device": facts(node).meta.device}
-            )
-            set_facts(
-                zero,
-                replace(facts(node), outs=(Meta((), dtype, facts(node).meta.device),), aten=()),
-            )
-            forbidden = graph.call_function(torch.logical_not, (node,))
-            set_facts(forbidden, replace(facts(node), aten=(torch.ops.aten.logical_not.default,)))
-            node = graph.call_function(torch.masked_fill, (zero, forbidden, fill))
-            set_facts(
-                node,
-                replace(facts(mask.node), outs=(Meta(shape, dtype, facts(mask.node).meta.device),)),
-            )
-        if total is not None:
-            both = torch.broadcast_shapes(facts(total).meta.shape, facts(node).meta.shape)
-            total = graph.call_function(torch.add, (total, node))
-            meta = Meta(tuple(both), dtype, facts(node).meta.device)
-            set_facts(total, replace(facts(node), outs=(meta,), aten=(torch.ops.aten.add.Tensor,)))
-        else:
-            total = node
-    assert total is not None
+def _all_allowed(graph: Graph, masks: list[_Mask]) -> Node:
+    """All masks as one bool mask."""
+    total = masks[0].node
+    for mask in masks[1:]:
+        shapes = facts(total).meta.shape, facts(mask.node).meta.shape
+        both = graph.call_function(torch.logical_and, (total, mask.node))
+        meta = replace(facts(total).meta, shape=tuple(torch.broadcast_shapes(*shapes)))
+        op = torch.ops.aten.logical_and.default
+        set_facts(both, replace(facts(total), outs=(meta,), aten=(op,)))
+        total = both
     return total
 
 
@@ -169,9 +145,7 @@ def _is_shared(q: Meta, k: Meta) -> bool:
 
 
 def _walk_back(start: Any) -> _Scores | None:
-    """From the argument of softmax to the product, through casts, masks, then scales; None where
-    there is more.
-    """
+    """From softmax's argument to the product, through casts, masks, then scales; else None."""
     found = _Scores()
     node = start
     while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
@@ -193,29 +167,27 @@ def _walk_back(start: Any) -> _Scores | None:
 
 
 def _mask_step(node: Node, name: str, found: _Scores) -> Node | None:
-    """scores + mask, scores.masked_fill(mask, -inf), where(mask, scores, -inf): the scores, the
-    mask noted.
-    """
+    """scores + mask, scores.masked_fill(mask, -inf), where(mask, scores, -inf): the scores."""
     if found.scale != 1.0:
         return None  # a mask added before the scale would be scaled as well
-    args = list(node.args)
+    args: list[Any] = list(node.args)
     if name == "add" and len(args) == 2 and all(isinstance(a, Node) for a in args):
         sides = [a for a in args if _leads_to_product(a)]
         if len(sides) == 1:
             mask = args[1 - args.index(sides[0])]
-            if not facts(mask).meta.dtype.is_floating_point:  # type: ignore[arg-type]
+            if not facts(mask).meta.dtype.is_floating_point:
                 return None  # adding True adds 1
-            found.masks.append(_Mask(mask))  # type: ignore[arg-type]
-            return sides[0]  # type: ignore[return-value]
+            found.masks.append(_Mask(mask))
+            return sides[0]
     elif name == "masked_fill" and len(args) == 3 and _forbids(args[2]):
         found.masks.append(_Mask(_not(node, args[1]), _number(args[2])))
-        return args[0]  # type: ignore[return-value]
+        return args[0]
     elif name == "where" and len(args) == 3 and _forbids(args[2]):
-        found.masks.append(_Mask(args[0], _number(args[2])))  # type: ignore[arg-type]
-        return args[1]  # type: ignore[return-value]
+        found.masks.append(_Mask(args[0], _number(args[2])))
+        return args[1]
     elif name == "where" and len(args) == 3 and _forbids(args[1]):
         found.masks.append(_Mask(_not(node, args[0]), _number(args[1])))
-        return args[2]  # type: ignore[return-value]
+        return args[2]
     return None
 
 
@@ -295,9 +267,7 @@ def _scale_step(node: Node, name: str, found: _Scores) -> Node | None:
 
 
 def _walk_forward(softmax: Node, casts: list[Node]) -> tuple[Node | None, float]:
-    """From softmax through casts and dropout to the product with the values; (it, dropout
-    probability).
-    """
+    """(product with the values, dropout probability), from softmax through casts and dropout."""
     node, probability = softmax, 0.0
     while len(node.users) == 1:
         (user,) = node.users
@@ -308,8 +278,8 @@ def _walk_forward(softmax: Node, casts: list[Node]) -> tuple[Node | None, float]
             return (user if len(user.args) == 2 and not user.kwargs else None), probability
         if name == "dropout":
             training = user.args[2] if len(user.args) > 2 else user.kwargs.get("training", True)
-            rate = user.args[1] if len(user.args) > 1 else user.kwargs.get("p", 0.5)
-            probability = float(rate) if training else 0.0  # type: ignore[arg-type]
+            rate: Any = user.args[1] if len(user.args) > 1 else user.kwargs.get("p", 0.5)
+            probability = float(rate) if training else 0.0
         elif name in _CASTS:
             casts.append(user)
         else:

@@ -65,5 +65,7 @@ def _full_name(target: Callable[..., Any]) -> str:
 
 
 def _example(tensors: Sequence[tuple[Meta, Placement]]) -> str:
-    terms = [" ".join("abcdefghij"[: len(meta.shape)]) or "()" for meta, _ in tensors]
+    """Letters of its own for each tensor: dims of equal names are split together."""
+    letters = iter("abcdefghijklmnopqrstuvwxyz" + "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    terms = [" ".join(next(letters, "z") for _ in meta.shape) or "()" for meta, _ in tensors]
     return ", ".join(terms) + " -> ..."

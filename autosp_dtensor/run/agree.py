@@ -24,12 +24,8 @@ class Agreement:
         self.group: Any = None
         if self.size == 1:
             return
-        group = mesh.get_group()
-        self.ranks = dist.get_process_group_ranks(group)
-        if mesh.device_type == "cpu" or dist.get_backend(group) in ("gloo", "fake", "threaded"):
-            self.group = group
-        else:
-            self.group = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+        self.ranks = dist.get_process_group_ranks(mesh.get_group())
+        self.group = _side_group(mesh.get_group(), self.ranks)
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64)
@@ -86,12 +82,34 @@ class Agreement:
             )
 
     def on_text(self, text: str, what: str) -> None:
-        """Check that all ranks have built the same program."""
+        """Check that all ranks have built the same program, and that none has failed."""
         if self.size == 1:
             return
-        rows = self._gather([_digest(text)])
+        rows = self._gather([0, _digest(text)])
+        if any(row[0] for row in rows):
+            self._tell_failure(rows, None)
         if any(row != rows[0] for row in rows):
-            self._tell(rows, what, "traced programs")
+            self._tell([row[1:] for row in rows], what, "traced programs")
+
+    def on_failure(self, error: Exception) -> None:
+        """Instead of `on_text`, on a rank that could not build its program."""
+        if self.size > 1:
+            self._tell_failure(self._gather([1, _digest(str(error))]), error)
+
+    def _tell_failure(self, rows: list[list[int]], error: Exception | None) -> None:
+        """Every rank learns what failed where; one that failed itself goes on to raise its own."""
+        texts: list[Any] = [None] * self.size
+        own = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(texts, own, group=self.group)
+        if error is not None:
+            return
+        failed = [f"rank {r}: {text}" for r, text in zip(self.ranks, texts, strict=True) if text]
+        raise RankMismatchError(
+            "tracing failed on other ranks of the sp group, not on this one.",
+            have=failed,
+            why="the ranks run one program together",
+            fix="what fails there depends on the rank: its data, its modules or its environment",
+        )
 
     def _tell(self, rows: list[list[int]], description: str, what: str) -> None:
         texts: list[Any] = [None] * self.size
@@ -113,6 +131,22 @@ class Agreement:
 
 
 _CHUNK = 1 << 22
+
+
+_SIDE_GROUPS: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def _side_group(group: Any, ranks: list[int]) -> Any:
+    """A gloo group of the same ranks for these comparisons alone, made once: what the user's own
+    collectives do meanwhile cannot cross them.
+    """
+    if dist.get_backend(group) in ("fake", "threaded"):
+        return group
+    world, side = _SIDE_GROUPS.get(tuple(ranks), (None, None))
+    if world is not dist.group.WORLD:
+        side = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _SIDE_GROUPS[tuple(ranks)] = dist.group.WORLD, side
+    return side
 
 
 def _digest(text: str) -> int:

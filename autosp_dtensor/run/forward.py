@@ -101,17 +101,16 @@ class Forward:
     def program(self, call: Call, state: tuple[Any, ...]) -> Program:
         """Build the program of a call."""
         key = (call.key, state)
-        check_devices(call, self.target if isinstance(self.target, nn.Module) else None, self.mesh)
-        whole = [t for t, p in zip(call.tensors, call.placements, strict=True) if p is None]
+        try:
+            live = self.target if isinstance(self.target, nn.Module) else None
+            check_devices(call, live, self.mesh)
+            program = build(call, self.mesh, self.options)
+        except Exception as error:
+            if self.options.check_ranks:
+                self.agreement.on_failure(error)  # peers are told, so that they do not wait
+            raise
         if self.options.check_ranks:
-            self.agreement.on_data(whole, call.describe())
-        program = build(call, self.mesh, self.options)
-        if self.options.check_ranks:
-            self.agreement.on_text(program.text(), call.describe())
-            self.agreement.on_data(
-                list(program.captured.consts.values()), "tensors from outside of the model"
-            )
-            self._compare_parameters()
+            self._compare(call, program)
         self.programs[key].append(program)
         count = sum(len(programs) for programs in self.programs.values())
         if count % _MANY == 0:
@@ -123,8 +122,17 @@ class Forward:
             )
         return program
 
+    def _compare(self, call: Call, program: Program) -> None:
+        """A new program: all ranks have built the same one, from the same data and parameters."""
+        self.agreement.on_text(program.text(), call.describe())
+        whole = [t for t, p in zip(call.tensors, call.placements, strict=True) if p is None]
+        self.agreement.on_data(whole, call.describe())
+        constants = list(program.captured.consts.values())
+        self.agreement.on_data(constants, "tensors from outside of the model")
+        self._compare_parameters()
+
     def _compare_parameters(self) -> None:
-        """Once: whole parameters and buffers are the same on all ranks (FSDP2's shards are not whole)."""
+        """Once: whole parameters and buffers (FSDP2's shards are not) are the same on all ranks."""
         if self._compared or not isinstance(self.target, nn.Module):
             return
         self._compared = True

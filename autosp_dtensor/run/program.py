@@ -124,7 +124,11 @@ class Program:
             _write(self.live, origin, values[index])
         for path, name, value in captured.sets:
             assert self.live is not None
-            setattr(self.live.get_submodule(path), name, value)
+            owner: Any = self.live.get_submodule(path)
+            *inner, last = name.split(".")  # "config.problem_type": an attribute's own attribute
+            for part in inner:
+                owner = getattr(owner, part)
+            setattr(owner, last, value)
         return captured.template.fill(values[:count])
 
     def text(self) -> str:

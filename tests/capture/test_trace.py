@@ -464,7 +464,17 @@ def _object_counter(m: Any, x: Tensor) -> Tensor:
     return x * m.inner.calls
 
 
-@pytest.mark.parametrize("body", [_dict_counter, _list_element, _object_counter])
+def test_number_of_an_object_that_forward_changes_is_set_and_watched() -> None:
+    model = Counting(_object_counter)
+    before = model.inner.calls
+    captured = traced(model)
+    assert captured.sets == [("", "inner.calls", before + 1)]
+    assert captured.watch.holds()
+    model.inner.calls += 1
+    assert not captured.watch.holds()
+
+
+@pytest.mark.parametrize("body", [_dict_counter, _list_element])
 def test_change_inside_a_container_or_object_is_refused(body: Any) -> None:
     model = Counting(body)
     model.body_state = [1]

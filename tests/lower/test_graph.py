@@ -258,6 +258,71 @@ def test_equal_blocks_are_one_region_with_several_calls() -> None:
     assert origins == {"", "linear"}  # relative to the block
 
 
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.linspace(0, 1, 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1], dtype=torch.float64)[:, None]
+        return x * (at * self.frequencies).cos()
+
+
+CONSTANT = torch.linspace(1, 2, 8, dtype=torch.float64)
+
+
+class Sharing(nn.Module):
+    """A block that uses tensors and modules of others, after operations of its own."""
+
+    def __init__(self, what: str, shared: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.what = what
+        if what == "module":
+            self.rotary = shared.rotary
+        self.outside = [shared]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x.exp())
+        (shared,) = self.outside
+        if self.what == "module":
+            return self.rotary(x)
+        if self.what == "module of the model":
+            return shared.rotary(x)
+        if self.what == "parameter":
+            return x * shared.scale
+        if self.what == "constant":
+            return (x * CONSTANT).exp() / CONSTANT.sum()
+        return F.linear(x, shared.embedding.weight) @ shared.embedding.weight
+
+
+class Shared(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 8, dtype=torch.float64)
+        self.rotary = Rotary()
+        self.scale = nn.Parameter(torch.rand(8, dtype=torch.float64))
+        self.blocks = nn.ModuleList(Sharing(what, self) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) * 0.1
+        for block in self.blocks:
+            x = x + block(x) * 0.1
+        return x
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize(
+    "what", ["module", "module of the model", "parameter", "constant", "embedding"]
+)
+def test_blocks_may_use_what_is_not_theirs(what: str, n: int) -> None:
+    model = Shared(what)
+    for block in model.blocks:  # deepcopy would make a model for each block
+        block.outside[0] = model
+    assert_program_equals_whole(model, (IDS,), n)
+
+
 def test_each_path_given_becomes_a_region_and_all_nodes_stay() -> None:
     model = Blocks()
     program = lowered(model, (IDS,), 2)

@@ -158,6 +158,7 @@ POINTWISE: dict[str, list[Case]] = {
         *_same(torch.floor_divide, i(4, 8, high=90), i(4, 8) + 1),
     ],
     "floordiv": _same(lambda x: x // 2, i(4, 8)),
+    "rfloordiv": _same(lambda x: 7 // x, i(4, 8) + 1),
     "complex": [
         *_same(torch.complex, f(4, 8), f(4, 8)),
         Case(torch.complex, (f(4, 8), f(8)), "xx,x"),

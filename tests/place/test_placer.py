@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autosp_dtensor.errors import PlacementError
 from autosp_dtensor.graph import describe, facts
-from autosp_dtensor.placement import Cover, Partial, Replicate, Shard
+from autosp_dtensor.placement import Cover, Partial, Replicate, Shard, chunk_sizes
 from tests.model_t import ModelT, TConfig, ids_of_t
 from tests.simulate import Lowered, assert_program_equals_whole, lowered
 
@@ -253,6 +253,35 @@ def test_input_of_floats_used_in_several_ways_has_its_true_gradient(n: int) -> N
         return x.cumsum(1) * y + x, x.mean((0, 1)) + y
 
     assert_program_equals_whole(call, (x, y), n)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_input_that_comes_split_is_taken_as_it_is(n: int) -> None:
+    """A loss on logits that a parallelized model gave: no part of it is made whole."""
+    logits = torch.randn(2, 13, 8, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(8, (2, 13))
+    labels[0, :9] = -100
+    chunks = Shard(1, chunk_sizes(13, n))
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    program = assert_program_equals_whole(loss, (logits, labels), n, sharded={0: chunks})
+    assert program.collectives() == ([LOSS] if n > 1 else [])
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("n", [2, 3])
+def test_input_may_come_split_on_any_dim(n: int, dim: int) -> None:
+    x = torch.randn(4, 13, 7, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(4, 13, 7, dtype=torch.float64, requires_grad=True)
+    chunks = Shard(dim, chunk_sizes(x.shape[dim], n))
+
+    def call(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (x * y).cumsum(1), x.softmax(-1).mean((0, 1)), x[:, -1]
+
+    assert_program_equals_whole(call, (x, y), n, sharded={0: chunks})
+    assert_program_equals_whole(call, (x, y), n, sharded={1: chunks})
 
 
 # -- refusing --------------------------------------------------------------------------------------

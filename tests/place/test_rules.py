@@ -183,7 +183,7 @@ def test_dims_that_may_be_split_are_those_of_the_table(name: str, index: int) ->
 @pytest.mark.parametrize(("name", "index"), _flat())
 def test_option_asked_for_by_its_result_gives_that_result(name: str, index: int) -> None:
     what = traced(name, index)
-    for n in RANKS:
+    for n in (1, 3):
         op = what.op(n)
         for dim, length in enumerate(op.outs[0].shape):
             for shard in _shards(length, dim, n):

@@ -19,11 +19,10 @@ DOCUMENTS = torch.tensor([[0] * 4 + [1] * 6 + [2] * 3, [0] * 1 + [1] * 11 + [2] 
 PADDING = torch.tensor([[1] * 9 + [0] * 4, [0] * 5 + [1] * 8])
 
 
-@pytest.fixture(autouse=True, params=[4, 512])
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Tiles smaller than the sequence, so that borders are met; and as large as they are."""
-    monkeypatch.setattr(runtime, "TILE", request.param)
-    return request.param
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller than the sequence, so that borders are met."""
+    monkeypatch.setattr(runtime, "TILE", 4)
 
 
 def q_at() -> Tensor:
@@ -134,6 +133,12 @@ IDS = torch.randint(16, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 def test_attention_is_that_of_one_device(name: str, n: int) -> None:
     build, data = MASKS[name]
     assert_program_equals_whole(model(build), (IDS, *data), n)
+
+
+def test_attention_in_one_tile_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "TILE", 512)
+    for build, data in MASKS.values():
+        assert_program_equals_whole(model(build), (IDS, *data), 2)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -1,6 +1,4 @@
-"""Attention masks as expressions over positions: recognized by what they allow, never by who built
-them; evaluated on tiles where they depend on data.
-"""
+"""Attention masks as expressions over positions: recognized by what they allow, or tiled."""
 
 from .attend import tiled_attention
 from .expression import ReadState

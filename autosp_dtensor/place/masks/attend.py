@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from ..._torch import once_differentiable
 from .runtime import Band, TileMask
 
 __all__ = ["tiled_attention"]
@@ -53,7 +53,7 @@ def _without_data(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=shared)
 
 
-tiled_attention.without_data = _without_data  # type: ignore[attr-defined]
+cast(Any, tiled_attention).without_data = _without_data
 
 
 class _Tiled(torch.autograd.Function):
@@ -78,7 +78,8 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor):
+    def backward(ctx: Any, *incoming: torch.Tensor):
+        (grad,) = incoming
         q, k, v, *leaves = ctx.saved_tensors
         grads = [torch.zeros_like(x) for x in (q, k, v)]
         for band in ctx.mask.bands(leaves):

@@ -8,14 +8,14 @@ computed only rectangle by rectangle.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from ...capture.targets import OutOfPlace
-from ...graph import Origin, facts, short_name
+from ...graph import Origin, arg, callee, facts, short_name
 from ..rules.pointwise import RULES, is_pointwise
 
 __all__ = ["Expression", "NotStatic", "ReadState", "Rect"]
@@ -112,9 +112,9 @@ class Expression:
             or known.meta.requires_grad
         ):
             raise NotStatic(node.name)
-        args, kwargs = map_aggregate((node.args, node.kwargs), self._argument)  # type: ignore[misc]
+        args, kwargs = map_aggregate((node.args, node.kwargs), self._argument)
         with torch.no_grad():
-            value = node.target(*args, **kwargs)  # type: ignore[operator]
+            value = callee(node)(*args, **kwargs)
         self._small[node] = value
         return value
 
@@ -154,7 +154,7 @@ class Expression:
         if name in _KEEP_LAST_TWO or name == "getitem":
             return self._exact(self._same_plane(node), rect)
         if name in ("tril", "triu"):
-            inner = self._exact(node.args[0], rect)  # type: ignore[arg-type]
+            inner = self._exact(arg(node, 0), rect)
             full = inner.expand(*inner.shape[:-2], rect[1] - rect[0], rect[3] - rect[2])
             return getattr(torch, name)(full, _diagonal(node) + rect[0] - rect[2])
         constant = _constant(node, name)
@@ -162,23 +162,22 @@ class Expression:
             return torch.full((1, 1), constant, dtype=facts(node).meta.dtype, device=self.device)
         if not (name in RULES or is_pointwise(facts(node).aten)) or facts(node).random:
             raise NotStatic(node.name)
-        args, kwargs = map_aggregate(
-            (node.args, node.kwargs),
-            lambda v: self._exact(v, rect) if isinstance(v, Node) else self._argument(v),
-        )  # type: ignore[misc]
-        if isinstance(
-            node.target, OutOfPlace
-        ):  # it writes to its first argument, which has the full shape
-            args = (
-                args[0].expand(*args[0].shape[:-2], rect[1] - rect[0], rect[3] - rect[2]),
-                *args[1:],
-            )
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+        def value_of(each: Any) -> Any:
+            return self._exact(each, rect) if isinstance(each, Node) else self._argument(each)
+
+        given: tuple[Any, ...] = node.args
+        args = map_aggregate(given, value_of)
+        kwargs = map_aggregate(node.kwargs, value_of)
+        if isinstance(node.target, OutOfPlace):
+            # It writes to its first argument, which has the full shape.
+            first = cast(torch.Tensor, args[0])
+            first = first.expand(*first.shape[:-2], rect[1] - rect[0], rect[3] - rect[2])
+            args = (first, *args[1:])
+        return callee(node)(*args, **kwargs)
 
     def _same_plane(self, node: Node) -> Node:
-        """The input of a call that changes nothing in the last two dims (and only sizes of 1 before
-        them).
-        """
+        """The input of a call that changes, before the last two dims, sizes of 1 alone."""
         source = node.args[0]
         assert isinstance(source, Node)
         have, want = facts(source).meta.shape, facts(node).meta.shape
@@ -230,12 +229,10 @@ class Expression:
         return rule(*inputs)
 
     def _triangle(self, node: Node, name: str, rect: Rect) -> Bounds | None:
-        inner = self._bounds(node.args[0], rect)  # type: ignore[arg-type]
+        inner = self._bounds(arg(node, 0), rect)
         diagonal = _diagonal(node)
-        lowest, highest = (
-            rect[2] - (rect[1] - 1),
-            rect[3] - 1 - rect[0],
-        )  # least and greatest column - row
+        # Least and greatest column - row.
+        lowest, highest = rect[2] - (rect[1] - 1), rect[3] - 1 - rect[0]
         kept = highest <= diagonal if name == "tril" else lowest >= diagonal
         dropped = lowest > diagonal if name == "tril" else highest < diagonal
         if dropped:

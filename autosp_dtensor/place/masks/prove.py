@@ -1,6 +1,4 @@
-"""Which pattern a mask is, proved on every element: whole rectangles by their bounds, borders
-element by element.
-"""
+"""Which pattern a mask is, proved on every element: rectangles by bounds, borders one by one."""
 
 from __future__ import annotations
 
@@ -85,9 +83,8 @@ def _check(expression: Expression, pattern: Pattern, rect: Rect, budget: list[in
         for c0, c1 in ((rect[2], middle_column), (middle_column, rect[3]))
         if r0 < r1 and c0 < c1
     ]
-    parts.sort(
-        key=lambda part: _uniform(pattern, part) is None
-    )  # whole ones first: they refute cheaply
+    # Whole ones first: they refute cheaply.
+    parts.sort(key=lambda part: _uniform(pattern, part) is None)
     return all(_check(expression, pattern, part, budget) for part in parts)
 
 

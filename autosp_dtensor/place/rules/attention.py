@@ -1,6 +1,4 @@
-"""Scaled dot product attention: every token reads every other, so sp leaves the sequence dim for
-the heads dim.
-"""
+"""Scaled dot product attention: each token reads all others, so sp moves to the heads dim."""
 
 from __future__ import annotations
 
@@ -17,17 +15,22 @@ __all__ = ["RULES", "attend", "grouped_heads"]
 
 
 def attention_factors(op: Op) -> Factors:
-    """q [..., H, S, D], k [..., H, T, D], v [..., H, T, E], mask broadcast to [..., H, S, T] ->
-    [..., H, S, E]. Local on heads and batch dims; on the queries where no causal mask counts them
-    and keys are whole.
+    """q [..., H, S, D], k [..., H, T, D], v [..., H, T, E] -> [..., H, S, E].
+
+    A mask is broadcast to [..., H, S, T]. Local on heads and batch dims; on the queries where no
+    causal mask counts them and keys are whole.
     """
     rank = len(op.outs[0].shape)
     lead = tuple(f"i{dim}" for dim in range(rank - 2))
     causal = bool(argument(op, 5, "is_causal", False))
-    ins = [(*lead, "m", None), (*lead, "t", None), (*lead, "t", None)]
+    ins: list[tuple[str | None, ...]] = [
+        (*lead, "m", None),
+        (*lead, "t", None),
+        (*lead, "t", None),
+    ]
     for meta in op.ins[3:]:
-        full: tuple[str | None, ...] = (*lead, "m", None)
-        ins.append(full[rank - len(meta.shape) :])  # type: ignore[arg-type]
+        full = (*lead, "m", None)
+        ins.append(full[rank - len(meta.shape) :])
     local = frozenset(lead) | (frozenset() if causal else frozenset({"m"}))
     out = (*lead, "m", None)
     return Factors(tuple(ins), (out,), local, prefer=tuple(reversed(lead)))

@@ -13,9 +13,7 @@ def _numbered(prefix: str, count: int) -> tuple[str, ...]:
 
 
 def linear_factors(op: Op) -> Factors:
-    """x [..., k], w [n, k], bias [n] -> [..., n]. Local on every leading dim; on k it leaves a sum,
-    if no bias is added.
-    """
+    """x [..., k], w [n, k], bias [n] -> [..., n]. Local on all; k leaves a sum, if no bias."""
     lead = _numbered("i", len(op.ins[0].shape) - 1)
     weight = ("n", "k") if len(op.ins[1].shape) == 2 else ("k",)
     bias = (("n",),) if len(op.ins) > 2 else ()
@@ -27,8 +25,7 @@ def linear_factors(op: Op) -> Factors:
 
 
 def matmul_factors(op: Op) -> Factors:
-    """[..., m, k] @ [..., k, n], leading dims broadcast. Local on leading dims, m and n; on k it
-    leaves a sum.
+    """[..., m, k] @ [..., k, n], leading dims broadcast. Local on all but k, which leaves a sum.
 
     Preferred, when both operands are sharded on the sequence: the last leading dim, which is heads
     in attention.
@@ -48,9 +45,7 @@ def matmul_factors(op: Op) -> Factors:
 
 
 def einsum_factors(op: Op) -> Factors:
-    """Every letter is a factor; a letter that the result lacks leaves a sum. A repeated letter is a
-    diagonal: whole.
-    """
+    """Letters are factors: one that the result lacks leaves a sum, a repeated one is whole."""
     equation = str(op.args[0]).replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -94,9 +89,7 @@ def embedding_factors(op: Op) -> Factors:
 
 
 def convolution_factors(op: Op) -> Factors:
-    """x [b, c, ...], w [o, c / groups, ...]. Local on the batch; on channels where each has its own
-    filter, else on o.
-    """
+    """x [b, c, ...], w [o, c / groups, ...]. Local on b, on channels if depthwise, else o."""
     x, w = op.ins[0], op.ins[1]
     space = _numbered("s", len(w.shape) - 2)
     batched = len(x.shape) == len(w.shape)
