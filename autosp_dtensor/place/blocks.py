@@ -90,8 +90,8 @@ def _outline(
             own = _own_state(used, scope.path)
             if own is None:
                 outer.append(used)
-                if used.op == "get_attr":
-                    nodes[0].prepend(used)  # it stood at its first use, inside
+                if used.op == "get_attr" and nodes[0] < used:
+                    nodes[0].prepend(used)  # it stands at its first use, inside
             else:
                 states[used] = own
     outputs = [n for n in nodes if any(user not in inside for user in n.users)]

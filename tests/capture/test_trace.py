@@ -999,6 +999,16 @@ def test_calls_that_act_outside_the_program_are_refused(name: str, body: Any) ->
     assert refused(body).startswith(f"forward calls {name}() on a tensor.\n")
 
 
+def test_generator_of_the_models_own_is_refused() -> None:
+    """It would go on from call to call, where on one device it starts anew."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        fixed = torch.Generator().manual_seed(0)
+        return x * torch.randn(8, generator=fixed)
+
+    assert "enerator" in refused(body).split("\n")[0]
+
+
 def test_gradient_inside_forward_is_refused() -> None:
     refused(lambda m, x: torch.autograd.grad(x.square().sum(), x, create_graph=True))
 
