@@ -50,6 +50,14 @@ def refuse_effects(
             why="each rank would renormalize only the rows that its tokens look up",
             fix="normalize the table between steps instead",
         )
+    if kwargs.get("generator") is not None:
+        raise CaptureError(
+            f"{short_name(func)} draws from a generator of its own.",
+            where=where(),
+            why="the program keeps the generator of the trace: it would go on from call to call, and "
+            "draw the same on every rank",
+            fix="draw from the default generator, or make the tensor outside of forward",
+        )
     if kwargs.get("out") is not None:
         raise CaptureError(
             f"{short_name(func)} writes to out=.",
