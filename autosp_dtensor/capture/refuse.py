@@ -54,8 +54,8 @@ def refuse_effects(
         raise CaptureError(
             f"{short_name(func)} draws from a generator of its own.",
             where=where(),
-            why="the program keeps the generator of the trace: it would go on from call to call, and "
-            "draw the same on every rank",
+            why="the program keeps the generator of the trace: it would go on from call to call, "
+            "and draw the same on every rank",
             fix="draw from the default generator, or make the tensor outside of forward",
         )
     if kwargs.get("out") is not None:
