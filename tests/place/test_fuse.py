@@ -131,7 +131,7 @@ def run(attention: Attention, n: int) -> Lowered:
     return assert_program_equals_whole(model, (ids,), n)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", FUSED)
 def test_attention_by_hand_is_fused_and_equal(name: str, n: int) -> None:
     program = run(FUSED[name], n)
@@ -139,7 +139,7 @@ def test_attention_by_hand_is_fused_and_equal(name: str, n: int) -> None:
     assert not program.named("softmax")
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_only_looks_like_attention_is_left_alone(name: str, n: int) -> None:
     program = run(KEPT[name], n)

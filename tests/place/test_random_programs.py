@@ -160,8 +160,7 @@ class Block(nn.Module):
         return tuple(values[len(given) :])
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(25))
-def test_drawn_program_is_that_of_one_device(seed: int, n: int) -> None:
+@pytest.mark.parametrize("seed", range(60))
+def test_drawn_program_is_that_of_one_device(seed: int) -> None:
     model = Drawn(seed)
-    assert_program_equals_whole(model, (model.ids,), n)
+    assert_program_equals_whole(model, (model.ids,), n=2 + seed % 3)
