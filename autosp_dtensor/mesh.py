@@ -10,6 +10,8 @@ from .errors import MeshError
 __all__ = ["data_shard", "fsdp_mesh", "sp_mesh"]
 
 REPLICATE_AXIS = "dp_replicate"
+_DATA_AXES = ("dp_shard", "data", "fsdp")
+_MODEL_AXES = ("tp", "pp", "ep", "cp")
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -46,19 +48,37 @@ def fsdp_mesh(mesh: DeviceMesh, *, sp_axis: str = "sp", dp_axis: str = "dp") -> 
     Args:
         mesh: the mesh given to `parallelize`.
         sp_axis: name of the sequence axis.
-        dp_axis: name of the data axis; a mesh without it has sp alone.
+        dp_axis: name of the data axis ("dp_shard", "data" and "fsdp" are found by themselves); a mesh
+            of sp and model axes (tp, pp, ep, cp) has none.
 
     Raises:
-        MeshError: the mesh has no axis `sp_axis`.
+        MeshError: the mesh has no axis `sp_axis`, or it is not clear which axis carries data.
     """
     sp_mesh(mesh, sp_axis)
     names = axis_names(mesh)
-    members = tuple(name for name in names if name in (dp_axis, sp_axis))
+    data = _data_axis(names, sp_axis, dp_axis)
+    members = tuple(name for name in names if name in (data, sp_axis))
     if REPLICATE_AXIS in names:
         return _hsdp_mesh(mesh, members)
     if len(members) > 1:
         return flatten_mesh(mesh, members, "_".join(members))
     return mesh if len(names) == 1 else mesh[sp_axis]
+
+
+def _data_axis(names: tuple[str, ...], sp_axis: str, dp_axis: str) -> str | None:
+    if dp_axis in names:
+        return dp_axis
+    rest = [n for n in names if n not in (sp_axis, REPLICATE_AXIS, *_MODEL_AXES)]
+    if dp_axis == "dp" and not rest:
+        return None
+    if dp_axis == "dp" and len(rest) == 1 and rest[0] in _DATA_AXES:
+        return rest[0]
+    raise MeshError(
+        f"the mesh has no axis '{dp_axis}'.",
+        have=f"axes {names}",
+        why="gradients are averaged over sp and the data axis together",
+        fix="name the data axis: dp_axis=",
+    )
 
 
 def _hsdp_mesh(mesh: DeviceMesh, members: tuple[str, ...]) -> DeviceMesh:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,12 +80,19 @@ def capture(call: Call) -> Captured:
         ghost.remember()
         watch_modules(recorder, ghost)
         run = ghost.module
+    drawn = _python_random()
     Spy.active = reads = set()
     try:
         with fake_mode, patched(recorder), recorder.aten, recorder:
             result = run(*args, **kwargs)
     finally:
         Spy.active = None
+    if _python_random() != drawn:
+        raise CaptureError(
+            "forward draws random numbers in Python (random or numpy.random).",
+            why="the program is traced once: the number drawn then would be used at every call",
+            fix="draw with torch, or pass the number to forward",
+        )
     if ghost is not None:
         ghost.reads = reads
     return _finish(recorder, ghost, call.target, result, fake_mode)
@@ -155,3 +164,11 @@ def _watch(ghost: Ghost | None, target: Any) -> Watch:
     watch = Watch()
     watch.add_function(target)
     return watch
+
+
+def _python_random() -> tuple[Any, ...]:
+    """The states of Python's and numpy's generators, to see whether forward has drawn from them."""
+    numpy = sys.modules.get("numpy")
+    state = () if numpy is None else numpy.random.get_state()
+    plain = tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
+    return random.getstate(), plain

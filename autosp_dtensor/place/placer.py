@@ -302,13 +302,15 @@ class Placer(Versions):
             return (Shard(0, chunk_sizes(op.outs[0].shape[0], self.n)),)  # positions, very likely
         if rule is None:
             return (None,) * len(op.outs)
+        homes: list[Shard | None] = [None] * len(op.outs)
         for i, value in enumerate(values):
             if value.home is None:
                 continue
             moved = rule.from_input(op, i, value.home, local=False)
-            if moved is not None and any(isinstance(out, Shard) for out in moved.outs):
-                return tuple(out if isinstance(out, Shard) else None for out in moved.outs)
-        return (None,) * len(op.outs)
+            for k, out in enumerate(moved.outs if moved is not None else ()):
+                if isinstance(out, Shard) and homes[k] is None:
+                    homes[k] = out
+        return tuple(homes)
 
 
 def _from_inputs(op: Op, rule: Rule, values: list[Value]) -> list[Option]:

@@ -17,6 +17,7 @@ from ..errors import MeshError, PlacementError
 from ..lower import cut_regions, lower
 from ..place import place
 from ..place.seeds import seed_inputs
+from ..placement import Shard
 from .constants import Constants
 from .program import Program
 from .traffic import traffic_of
@@ -98,6 +99,14 @@ def sequence_length(call: Call, options: Options) -> int | None:
 
 def _check_length(captured: Captured, call: Call, axis_size: int, options: Options) -> None:
     homes = seed_inputs(captured.graph, list(call.placements), axis_size, options.seq_dim)
+    split = any(isinstance(placement, Shard) for placement in call.placements)
+    if not homes and not split and axis_size > 1 and torch.is_grad_enabled():
+        raise PlacementError(
+            f"no input has a sequence at dim {options.seq_dim}.",
+            have=call.describe(),
+            why="there is nothing to split: every rank would compute all of it",
+            fix="pass seq_dim= to parallelize: 1 for [B, S], 0 for [S, B]",
+        )
     length = min((shard.block for shard in homes.values()), default=axis_size)
     if length < axis_size:
         raise PlacementError(

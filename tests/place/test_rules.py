@@ -241,7 +241,8 @@ def test_where_elements_go_is_where_a_legal_option_puts_them(name: str, index: i
 
 # -- what must be refused ------------------------------------------------------------------------
 
-_X = f(4, 8, 6)
+_X, _TAPS, _CLASSES = f(4, 8, 6), f(6, 6, 3), i(4, 6)
+_INDEX, _MASK = i(4, 8, 6, high=8), b(6, 6)
 _FORBIDDEN: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "softmax over the tokens": (lambda x: x.softmax(1), (_X,), 1),
     "softmax over the tokens, by numpy's word": (lambda x: x.softmax(axis=1), (_X,), 1),
@@ -273,9 +274,9 @@ _FORBIDDEN: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
         (f(2, 8, 6),),
         2,
     ),
-    "convolution over tokens": (lambda x: F.conv1d(x, f(6, 6, 3), padding=1), (f(4, 6, 8),), 2),
+    "convolution over tokens": (lambda x: F.conv1d(x, _TAPS, padding=1), (f(4, 6, 8),), 2),
     "pad": (lambda x: F.pad(x, (0, 0, 1, 1)), (_X,), 1),
-    "gather": (lambda x: x.gather(1, i(4, 8, 6, high=8)), (_X,), 1),
+    "gather": (lambda x: x.gather(1, _INDEX), (_X,), 1),
     "repeat": (lambda x: x.repeat(1, 2, 1), (_X,), 1),
     "repeat_interleave flat": (lambda x: x.repeat_interleave(2), (f(4, 8),), 1),
     "cat with another": (lambda x: torch.cat([x, x * 2], 1), (_X,), 1),
@@ -283,12 +284,12 @@ _FORBIDDEN: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "topk": (lambda x: x.topk(8, 1).values, (_X,), 1),
     "diagonal of einsum": (lambda x: torch.einsum("ii->i", x), (f(6, 6),), 0),
     "cross entropy by classes": (
-        lambda x: F.cross_entropy(x, i(4, 6, high=4), reduction="none"),
+        lambda x: F.cross_entropy(x, _CLASSES, reduction="none"),
         (_X,),
         1,
     ),
     "index with a table": (lambda x: x[:, torch.arange(7, -1, -1)], (_X,), 1),
-    "where on other rows": (lambda x: torch.where(b(6, 6), x, 0.0).tril(), (f(6, 6),), 0),
+    "where on other rows": (lambda x: torch.where(_MASK, x, 0.0).tril(), (f(6, 6),), 0),
 }
 
 

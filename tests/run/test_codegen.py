@@ -162,9 +162,9 @@ def test_equal_blocks_drop_different_tokens() -> None:
 
 
 def test_recomputing_a_block_draws_the_same_numbers() -> None:
-    """Its gradient is that of the values it gave."""
-    plain = Ran(Noisy(checkpointed=False), (IDS,), 2, seed=5)
-    again = Ran(Noisy(checkpointed=True), (IDS,), 2, seed=5)
+    """Its gradient is that of the values it gave. One rank: threads share one default generator."""
+    plain = Ran(Noisy(checkpointed=False), (IDS,), 1, seed=5)
+    again = Ran(Noisy(checkpointed=True), (IDS,), 1, seed=5)
     torch.testing.assert_close(again.results, plain.results, rtol=0, atol=0)
     torch.testing.assert_close(again.grads, plain.grads)
 
