@@ -48,8 +48,8 @@ def fsdp_mesh(mesh: DeviceMesh, *, sp_axis: str = "sp", dp_axis: str = "dp") -> 
     Args:
         mesh: the mesh given to `parallelize`.
         sp_axis: name of the sequence axis.
-        dp_axis: name of the data axis ("dp_shard", "data" and "fsdp" are found by themselves); a mesh
-            of sp and model axes (tp, pp, ep, cp) has none.
+        dp_axis: name of the data axis ("dp_shard", "data" and "fsdp" are found by themselves); a
+            mesh of sp and model axes (tp, pp, ep, cp) has none.
 
     Raises:
         MeshError: the mesh has no axis `sp_axis`, or it is not clear which axis carries data.
