@@ -35,8 +35,17 @@ _HARMLESS = {
 
 def is_pointwise(ops: tuple[Any, ...]) -> bool:
     """Whether a call is made of operations that ATen tags as pointwise, and of copies."""
-    return bool(ops) and all(
-        torch.Tag.pointwise in op.tags or op.overloadpacket in _HARMLESS for op in ops
+    return bool(ops) and all(_is_tagged(op) or op.overloadpacket in _HARMLESS for op in ops)
+
+
+def _is_tagged(op: Any) -> bool:
+    """Tagged itself, or in place of one that is (torch 2.11 tags elu, not elu_)."""
+    if torch.Tag.pointwise in op.tags:
+        return True
+    name = op.overloadpacket.__name__
+    plain = getattr(_aten, name[:-1], None) if name.endswith("_") else None
+    return plain is not None and any(
+        torch.Tag.pointwise in getattr(plain, overload).tags for overload in plain.overloads()
     )
 
 
