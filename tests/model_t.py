@@ -49,6 +49,10 @@ class TOutput:
     logits: Tensor
 
 
+# torch 2.11's FSDP2 finds the tensors of a dataclass only where torch knows the class.
+torch.export.register_dataclass(TOutput)
+
+
 def ids_of_t(batch: int = 1, length: int = 16) -> Tensor:
     return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
 

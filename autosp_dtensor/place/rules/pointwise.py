@@ -30,6 +30,8 @@ _HARMLESS = {
     _aten.expand,
     _aten.where,
     _aten._unsafe_view,
+    _aten.leaky_relu,  # without the tag in torch 2.11
+    _aten.leaky_relu_,
 }
 
 
