@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.fx import Graph, Node
 
 from ..graph import facts
 from ..placement import Placement, Shard, chunk_sizes
 
-__all__ = ["seed_inputs"]
+__all__ = ["find_sequences", "seed_inputs"]
 
 
 def seed_inputs(
@@ -21,19 +23,24 @@ def seed_inputs(
     exchange.
     """
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
-    wide = [n for n in nodes if len(facts(n).meta.shape) > seq_dim]
-    integers = [n for n in wide if not facts(n).meta.dtype.is_floating_point]
-    floats = [
-        n
-        for n in wide
-        if facts(n).meta.dtype.is_floating_point and len(facts(n).meta.shape) > seq_dim + 1
-    ]
-    first = (integers or floats)[:1]
-    if not first:
+    metas = [facts(node).meta for node in nodes]
+    found = find_sequences([(m.shape, m.dtype.is_floating_point) for m in metas], seq_dim)
+    if found is None:
         return {}
-    length = facts(first[0]).meta.shape[seq_dim]
-    return {
-        n: Shard(seq_dim, chunk_sizes(length, axis_size))
-        for n in (*integers, *floats)
-        if facts(n).meta.shape[seq_dim] == length
-    }
+    length, indices = found
+    return {nodes[k]: Shard(seq_dim, chunk_sizes(length, axis_size)) for k in indices}
+
+
+def find_sequences(
+    tensors: Sequence[tuple[tuple[int, ...], bool]], seq_dim: int
+) -> tuple[int, list[int]] | None:
+    """(length, which tensors have it) by the rule of `seed_inputs`; None without a sequence.
+
+    tensors: shape, and whether it is floating point.
+    """
+    integers = [k for k, (s, is_float) in enumerate(tensors) if len(s) > seq_dim and not is_float]
+    floats = [k for k, (s, is_float) in enumerate(tensors) if len(s) > seq_dim + 1 and is_float]
+    if not integers and not floats:
+        return None
+    length = tensors[(integers or floats)[0]][0][seq_dim]
+    return length, [k for k in (*integers, *floats) if tensors[k][0][seq_dim] == length]

@@ -16,7 +16,7 @@ from ..capture import Call, Captured, capture
 from ..errors import MeshError, PlacementError
 from ..lower import cut_regions, lower
 from ..place import place
-from ..place.seeds import seed_inputs
+from ..place.seeds import find_sequences, seed_inputs
 from ..placement import Shard
 from .constants import Constants
 from .program import Program
@@ -90,11 +90,9 @@ def region_paths(live: nn.Module | None, checkpointed: set[str]) -> set[str]:
 
 def sequence_length(call: Call, options: Options) -> int | None:
     """Length of a call's sequence, by the rule that placing uses; None where no input has one."""
-    wide = [t for t in call.tensors if t.dim() > options.seq_dim]
-    integers = [t for t in wide if not t.is_floating_point()]
-    floats = [t for t in wide if t.is_floating_point() and t.dim() > options.seq_dim + 1]
-    first = (integers or floats)[:1]
-    return first[0].shape[options.seq_dim] if first else None
+    tensors = [(tuple(t.shape), t.is_floating_point()) for t in call.tensors]
+    found = find_sequences(tensors, options.seq_dim)
+    return None if found is None else found[0]
 
 
 def _check_length(captured: Captured, call: Call, axis_size: int, options: Options) -> None:
