@@ -9,7 +9,7 @@ only for even sizes).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = [
@@ -91,7 +91,7 @@ class Shard:
         return PerRank(tuple(self.outer * s for s in self.sizes))
 
     def at(self, dim: int) -> Shard:
-        return Shard(dim, self.sizes, self.outer)
+        return replace(self, dim=dim)
 
     def scaled(self, factor: int) -> Shard:
         return Shard(self.dim, tuple(s * factor for s in self.sizes), self.outer)

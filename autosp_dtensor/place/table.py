@@ -8,8 +8,9 @@ from typing import Any
 from ..capture.tap import Tap
 from ..capture.targets import Opaque, OutOfPlace, UnderAutocast
 from ..graph import Facts
+from . import attention
 from .rule import Rule
-from .rules import along, attention, index, linear, loss, pointwise, views
+from .rules import along, index, linear, loss, pointwise, views
 from .rules.tap import TapRule
 
 __all__ = ["USER_RULES", "find_rule"]

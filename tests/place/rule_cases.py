@@ -312,7 +312,7 @@ PRODUCTS: dict[str, list[Case]] = {
         Case(
             _attend(enable_gqa=True),
             (f(2, 8, 6, 3), f(2, 4, 6, 3), f(2, 4, 6, 3), f(1, 8, 6, 6)),
-            "xxx.,xx..,xx..,..x.",
+            "xxx.,xx..,xx..,.xx.",
         ),
     ],
 }

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autosp_dtensor.place.masks import runtime
+from autosp_dtensor.place.masks import tiles
 from tests.simulate import assert_program_equals_whole
 
 LEAST = torch.finfo(torch.float32).min
@@ -17,7 +17,7 @@ LEAST = torch.finfo(torch.float32).min
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "TILE", 4)
+    monkeypatch.setattr(tiles, "TILE", 4)
 
 
 def _drawn(seed: int, *shape: int) -> Tensor:

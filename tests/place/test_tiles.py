@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autosp_dtensor.graph import facts
-from autosp_dtensor.place.masks import runtime
+from autosp_dtensor.place.masks import tiles
 from tests.simulate import Lowered, Ranks, assert_program_equals_whole, glue, lowered
 
 LENGTH = 13
@@ -22,7 +22,7 @@ PADDING = torch.tensor([[1] * 9 + [0] * 4, [0] * 5 + [1] * 8])
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller than the sequence, so that borders are met."""
-    monkeypatch.setattr(runtime, "TILE", 4)
+    monkeypatch.setattr(tiles, "TILE", 4)
 
 
 def q_at() -> Tensor:
@@ -136,7 +136,7 @@ def test_attention_is_that_of_one_device(name: str, n: int) -> None:
 
 
 def test_attention_in_one_tile_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "TILE", 512)
+    monkeypatch.setattr(tiles, "TILE", 512)
     for build, data in MASKS.values():
         assert_program_equals_whole(model(build), (IDS, *data), 2)
 
@@ -214,14 +214,6 @@ def test_two_layers_with_other_masks_do_not_mix() -> None:
         return first(ids, d) + second(ids, p) + first(ids, p)
 
     assert_program_equals_whole(call, (IDS, DOCUMENTS, PADDING), 2)
-
-
-def test_dropout_inside_attention_keeps_the_whole_mask() -> None:
-    def call(ids: Tensor, p: Tensor) -> Tensor:
-        x = ids[..., None].double().expand(-1, -1, 8).unflatten(-1, (4, 2)).transpose(1, 2)
-        return F.scaled_dot_product_attention(x, x, x, attn_mask=padding(p), dropout_p=0.5)
-
-    assert not lowered(call, (IDS, PADDING), 2).named("tiled_attention")
 
 
 def test_trained_bias_keeps_its_gradient() -> None:

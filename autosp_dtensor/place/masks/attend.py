@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
 from ..._torch import once_differentiable
-from .runtime import Band, TileMask
+from .frame import Rect
+from .tiles import Band, TileMask
 
-__all__ = ["tiled_attention"]
+__all__ = ["Softmax", "tiled_attention"]
+
+# Scores of one strip of queries are held at once; strips are made lower to stay below this.
+SCORE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What stands around softmax in attention written by hand, where it is not the plain kernel.
+
+    dtype: that softmax is computed in, None for that of the scores. weights: that its result is
+    cast to, None for none. stats: log-sum-exp (and, "max", the greatest score) are results, too.
+    """
+
+    dtype: torch.dtype | None = None
+    weights: torch.dtype | None = None
+    stats: tuple[str, ...] = ()
 
 
 def tiled_attention(
@@ -20,16 +39,22 @@ def tiled_attention(
     v: torch.Tensor,
     *leaves: torch.Tensor,
     mask: TileMask,
-    heads: tuple[int, ...] | None = None,
+    own: tuple[int, int] | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
-    """scaled_dot_product_attention(q, k, v, mask) without the mask.
+    dropout_p: float = 0.0,
+    softmax: Softmax | None = None,
+) -> Any:
+    """scaled_dot_product_attention(q, k, v, mask) without the mask, or any attention by hand.
 
     Args:
-        q, k, v: [B, H, S, D], [B, Hkv, T, D], [B, Hkv, T, E].
+        q, k, v: [B, H, S, D], [B, Hkv, T, D], [B, Hkv, T, E]; or all without B.
         leaves: what the mask is made of, as `TileMask` lists it.
-        heads: local key head of each local query head, where they are not grouped evenly.
+        mask: a mask, or an expression of the scores q @ k^T.
+        own: which of the mask's heads q has, (from, to); None: all.
+
+    Returns:
+        [B, H, S, E]; with `softmax.stats` a tuple of it and statistics [B, H, S].
 
     Keys that no query of a band may read are not touched. In backward each band is computed again,
     so that neither scores nor masks are kept. A query that may read nothing gets zeros, as in SDPA.
@@ -37,67 +62,137 @@ def tiled_attention(
     kind = q.device.type
     if torch.is_autocast_enabled(kind):  # as scaled_dot_product_attention does
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-    if heads is not None:
-        index = torch.tensor(heads, dtype=torch.int64, device=k.device)
-        k, v, enable_gqa = k.index_select(1, index), v.index_select(1, index), False
-    return _Tiled.apply(mask, {"scale": scale, "enable_gqa": enable_gqa}, q, k, v, *leaves)
+    flat = q.dim() == 3
+    if flat:
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    factor = scale if scale is not None else q.shape[-1] ** -0.5 if mask.product is None else 1.0
+    seed = int(torch.randint(1 << 31, ())) if dropout_p else 0
+    call = _Call(mask, own, factor, enable_gqa, dropout_p, seed, softmax or Softmax())
+    outs = _Tiled.apply(call, q, k, v, *leaves)
+    if flat:
+        outs = tuple(out.squeeze(0) for out in outs)
+    return outs if call.softmax.stats else outs[0]
 
 
 def _without_data(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **given: Any) -> Any:
     """The same shapes and the same tensors kept for backward, for tensors without data."""
-    heads = given.get("heads")
-    if heads is not None:
-        index = torch.zeros(len(heads), dtype=torch.int64, device=k.device)
-        k, v = k.index_select(1, index), v.index_select(1, index)
-    shared = bool(given.get("enable_gqa")) and heads is None
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=shared)
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=bool(given.get("enable_gqa")))
+    stats = given["softmax"].stats if given.get("softmax") else ()
+    return (out, *(out.sum(-1).to(_stats_dtype(q)) for _ in stats)) if stats else out
 
 
 cast(Any, tiled_attention).without_data = _without_data
+
+
+def _stats_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class _Call:
+    mask: TileMask
+    own: tuple[int, int] | None
+    scale: float
+    enable_gqa: bool
+    dropout_p: float
+    seed: int
+    softmax: Softmax
+
+    def rect(self, band: Band) -> Rect:
+        batch = None if band.batch is None else (band.batch, band.batch + 1)
+        return Rect(*band.rows, *band.columns, self.own, batch)
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        mask: TileMask,
-        options: dict[str, Any],
+        call: _Call,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         *leaves: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.mask, ctx.options = mask, options
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
         ctx.save_for_backward(q, k, v, *leaves)
+        kind = q.device.type
+        ctx.autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        for band in mask.bands(leaves):
+        fills = {"lse": float("-inf"), "max": float("-inf")}
+        stats = [
+            torch.full(q.shape[:-1], fills[name], dtype=_stats_dtype(q), device=q.device)
+            for name in call.softmax.stats
+        ]
+        for number, band in enumerate(_strips(call, q, k, leaves)):
             parts = _parts(band, q, k, v)
-            if parts is not None:
-                _rows(band, out).copy_(_attend(band, mask, options, leaves, *parts))
-        return out
+            if parts is None:
+                continue
+            found = _attend(call, number, band, leaves, *parts)
+            for whole, part in zip((out, *stats), found, strict=True):
+                _rows(band, whole, -2 if whole is out else -1).copy_(part)
+        return (out, *stats)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor):
-        (grad,) = incoming
+        call: _Call = ctx.call
         q, k, v, *leaves = ctx.saved_tensors
         grads = [torch.zeros_like(x) for x in (q, k, v)]
-        for band in ctx.mask.bands(leaves):
+        trained = [i for i in call.mask.trained if ctx.needs_input_grad[4 + i]]
+        leaf_grads = {i: torch.zeros_like(leaves[i]) for i in trained}
+        kind, enabled, dtype = ctx.autocast
+        for number, band in enumerate(_strips(call, q, k, leaves)):
             parts = _parts(band, q, k, v)
             if parts is None:
                 continue
             inputs = [part.detach().requires_grad_() for part in parts]
-            with torch.enable_grad():
-                out = _attend(band, ctx.mask, ctx.options, leaves, *inputs)
-            found = torch.autograd.grad(out, inputs, _rows(band, grad))
-            _rows(band, grads[0]).add_(found[0])
-            _columns(band, grads[1]).add_(found[1])
-            _columns(band, grads[2]).add_(found[2])
-        return (None, None, *grads, *(None for _ in leaves))
+            given = [x.detach() for x in leaves]
+            for i in trained:
+                given[i].requires_grad_()
+            with torch.enable_grad(), torch.autocast(kind, enabled=enabled, dtype=dtype):
+                outs = _attend(call, number, band, given, *inputs)
+            pairs = [
+                (out, _rows(band, grad, -2 if at == 0 else -1))
+                for at, (out, grad) in enumerate(zip(outs, incoming, strict=True))
+                if out.requires_grad and grad is not None
+            ]
+            found = torch.autograd.grad(
+                [out for out, _ in pairs],
+                [*inputs, *(given[i] for i in trained)],
+                [grad for _, grad in pairs],
+                allow_unused=True,
+            )
+            places = [_rows(band, grads[0]), _columns(band, grads[1]), _columns(band, grads[2])]
+            for place, each in zip([*places, *leaf_grads.values()], found, strict=True):
+                if each is not None:
+                    place.add_(each)
+        return (None, *grads, *(leaf_grads.get(i) for i in range(len(leaves))))
 
 
-def _rows(band: Band, x: torch.Tensor) -> torch.Tensor:
-    x = x[..., band.rows[0] : band.rows[1], :]
+def _strips(
+    call: _Call, q: torch.Tensor, k: torch.Tensor, leaves: Sequence[torch.Tensor]
+) -> Iterator[Band]:
+    """Bands, those whose scores are made here cut into strips that fit in SCORE_BYTES."""
+    for band in call.mask.bands(leaves):
+        if not _by_hand(call):
+            yield band
+            continue
+        rows = q.shape[0] if band.batch is None else 1
+        bits = 8 if q.dtype == torch.float64 else 4
+        one = max(1, rows * q.shape[1] * (band.columns[1] - band.columns[0]) * bits)
+        height = max(1, SCORE_BYTES // one)
+        for top in range(*band.rows, height):
+            bottom = min(top + height, band.rows[1])
+            yield Band(band.batch, (top, bottom), band.columns, band.masked)
+
+
+def _by_hand(call: _Call) -> bool:
+    """Where no kernel gives it: scores are changed, or the mask is trained."""
+    return call.mask.product is not None or bool(call.mask.trained or call.softmax.stats)
+
+
+def _rows(band: Band, x: torch.Tensor, dim: int = -2) -> torch.Tensor:
+    x = x.narrow(dim, band.rows[0], band.rows[1] - band.rows[0])
     return x if band.batch is None else x[band.batch : band.batch + 1]
 
 
@@ -115,17 +210,84 @@ def _parts(
 
 
 def _attend(
+    call: _Call,
+    number: int,
     band: Band,
-    mask: TileMask,
-    options: dict[str, Any],
     leaves: Sequence[torch.Tensor],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-) -> torch.Tensor:
-    allowed = None
-    if band.masked:
-        allowed = mask.values(leaves, (*band.rows, *band.columns), band.batch)
-        if allowed.dtype != torch.bool:
-            allowed = allowed.to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, allowed, **options)
+) -> tuple[torch.Tensor, ...]:
+    with _drawing(call, number, q.device):
+        if _by_hand(call):
+            return _by_softmax(call, band, leaves, q, k, v)
+        allowed = None
+        if band.masked:
+            allowed = call.mask.values(leaves, call.rect(band))
+            if allowed.dtype != torch.bool:
+                allowed = allowed.to(q.dtype)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            allowed,
+            dropout_p=call.dropout_p,
+            scale=call.scale,
+            enable_gqa=call.enable_gqa,
+        )
+        return (out,)
+
+
+@contextlib.contextmanager
+def _drawing(call: _Call, number: int, device: torch.device) -> Iterator[None]:
+    """The same draws for a strip in forward and in backward."""
+    if not call.dropout_p:
+        yield
+        return
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(call.seed * 1_000_003 + number)
+        yield
+
+
+def _by_softmax(
+    call: _Call,
+    band: Band,
+    leaves: Sequence[torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Scores, what the model makes of them, softmax and weights, all of one strip."""
+    scores = _grouped(q, k.mT)
+    if call.scale != 1.0:
+        scores = scores * call.scale
+    if call.mask.product is not None:
+        scores = call.mask.values(leaves, call.rect(band), scores)
+    else:
+        values = call.mask.values(leaves, call.rect(band))
+        if call.mask.is_bool:
+            scores = scores.masked_fill(~values, float("-inf"))
+        else:
+            scores = scores + values
+    if call.softmax.dtype is not None:
+        scores = scores.to(call.softmax.dtype)
+    stats = []
+    for name in call.softmax.stats:
+        stat = scores.logsumexp(-1) if name == "lse" else scores.amax(-1)
+        stats.append(stat.to(_stats_dtype(q)))
+    empty = (scores == float("-inf")).all(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    if call.dropout_p:
+        weights = F.dropout(weights, call.dropout_p)
+    weights = weights.to(call.softmax.weights or v.dtype)
+    return (_grouped(weights, v).to(q.dtype), *stats)
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [B, H, S, D] @ b [B, Hkv, D, T], each head of b shared by H / Hkv heads of a in a row."""
+    heads, shared, rows = a.shape[1], b.shape[1], a.shape[2]
+    if heads == shared:
+        return a @ b
+    together = a.reshape(a.shape[0], shared, heads // shared * rows, a.shape[3])
+    return (together @ b).view(a.shape[0], heads, rows, b.shape[3])

@@ -1,40 +1,35 @@
-"""A mask [..., S, T] as an expression that can be evaluated, or bounded, on any rectangle of it.
+"""A mask, or what is done to scores, as an expression that can be evaluated on any rectangle of it.
 
-Masks are built from small tensors (positions, document ids, flags) by broadcasting and pointwise
-operations. Small tensors are computed once, on the CPU; what is as large as the mask itself is
-computed only rectangle by rectangle.
+Masks are built from small tensors (positions, document ids, flags) by broadcasting, lookups and
+pointwise operations. Small tensors are computed once; what is as large as the mask itself is
+computed only rectangle by rectangle. The product of queries and keys may be part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from ...capture.targets import OutOfPlace
-from ...graph import Origin, arg, callee, facts, short_name
+from ...capture.targets import OutOfPlace, UnderAutocast
+from ...graph import Origin, callee, facts, short_name
 from ..rules.pointwise import RULES, is_pointwise
+from .frame import Frame, NotStatic, Rect, View, view_of
 
-__all__ = ["Expression", "NotStatic", "ReadState", "Rect"]
+__all__ = ["Expression", "NotStatic", "ReadState", "Rect", "Step"]
 
 ReadState = Callable[[Origin], torch.Tensor | None]
-Rect = tuple[int, int, int, int]  # rows from, rows to, columns from, columns to
-Bounds = tuple[float, float]
 _SMALL = 1 << 24
-_KEEP_LAST_TWO = {
-    "expand",
-    "expand_as",
-    "broadcast_to",
-    "contiguous",
-    "clone",
-    "detach",
-    "unsqueeze",
-    "view",
-    "reshape",
-}
+_SAME_ELEMENTS = {"contiguous", "clone", "detach"}
+_EMBEDDING = (
+    "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"
+)  # fmt: skip
 _FILLED = {
     "ones": 1.0,
     "zeros": 0.0,
@@ -45,58 +40,193 @@ _FILLED = {
 }
 
 
-class NotStatic(Exception):
-    """The mask depends on data, or is built by an operation that is not understood."""
+@dataclass(frozen=True, eq=False)
+class Step:
+    """How one node is had on a rectangle, given the same of its inputs.
+
+    kind: "small" (a tensor that is cut), "buffer" (the same, of the mask's own size), "product"
+    (given), "constant", "view", "triangle", "lookup" (a small table at the elements of an index),
+    "pointwise".
+    """
+
+    kind: str
+    node: Node
+    frame: Frame
+    inputs: tuple[Step, ...] = ()
+    detail: Any = field(default=None)
+
+    @property
+    def is_plane(self) -> bool:
+        """Whether the node has the size of the mask."""
+        return self.frame.holds_plane(facts(self.node).meta.shape)
+
+    def walk(self) -> Iterator[Step]:
+        """It and all that it is made of; inputs first, each once."""
+        seen: set[int] = set()
+
+        def visit(step: Step) -> Iterator[Step]:
+            if id(step) not in seen:
+                seen.add(id(step))
+                for each in step.inputs:
+                    yield from visit(each)
+                yield step
+
+        return visit(self)
 
 
 class Expression:
-    """One mask. `rows` and `columns` are the lengths of its last two dims."""
+    """One mask. `rows` and `columns` are the lengths of its last two dims.
 
-    def __init__(self, node: Node, read: ReadState | None = None) -> None:
+    product: the node that holds queries times keys, where the expression is of scores.
+
+    Raises:
+        NotStatic: the mask is built by an operation that cannot be evaluated on a part.
+    """
+
+    def __init__(
+        self, node: Node, read: ReadState | None = None, product: Node | None = None
+    ) -> None:
         self.node = node
         self.read = read
+        self.product = product
         self.device = torch.device("cpu")
-        self.rows, self.columns = facts(node).meta.shape[-2:]
+        shape = facts(node).meta.shape
+        if not 2 <= len(shape) <= 4:
+            raise NotStatic(node.name)
+        self.rows, self.columns = shape[-2:]
         self._small: dict[Node, Any] = {}
-        self._large: dict[Node, bool] = {}
+        self._steps: dict[tuple[Node, Frame], Step] = {}
+        self._after_product: dict[Node, bool] = {}
+        self.root = self._step(node, Frame.of(shape))
 
-    def give(self, values: dict[Node, torch.Tensor]) -> None:
-        """Values of small nodes that depend on data."""
-        self._small.update(values)
+    def given(self, values: dict[Node, torch.Tensor]) -> Expression:
+        """The same with values of small nodes that depend on data."""
+        other = copy.copy(self)
+        other._small = dict(values)
         for value in values.values():
-            self.device = value.device
+            other.device = value.device
+        return other
 
-    def exact(self, rect: Rect) -> torch.Tensor:
-        """The mask's values on a rectangle (leading dims may be broadcast)."""
-        return self._exact(self.node, rect)
+    def exact(self, rect: Rect, product: torch.Tensor | None = None) -> torch.Tensor:
+        """The values on a rectangle (leading dims may be broadcast).
 
-    def bounds(self, rect: Rect) -> Bounds | None:
-        """Least and greatest value on a rectangle, True as 1; None where they are not known."""
-        return self._bounds(self.node, rect)
+        product: queries times keys there [B, H, rows, columns], where the expression is of scores.
+        """
+        return self._exact(self.root, rect, {}, product)
+
+    def cut(self, step: Step, rect: Rect) -> torch.Tensor:
+        """The part of a small tensor, or of a buffer."""
+        value = self._value(step.node)
+        if not isinstance(value, torch.Tensor):
+            raise NotStatic(step.node.name)
+        return step.frame.cut(value, rect)
+
+    # -- what is large, and how it is made ------------------------------------------------------
+
+    def _step(self, node: Node, frame: Frame) -> Step:
+        key = node, frame
+        if key not in self._steps:
+            try:
+                step = self._find_step(node, frame)
+            except NotStatic:  # had whole, if need be, unless scores are in it
+                if self._holds_product(node):
+                    raise
+                step = Step("small", node, frame)
+            self._steps[key] = step
+        return self._steps[key]
+
+    def _holds_product(self, node: Node) -> bool:
+        if self.product is None or node is self.product:
+            return node is self.product
+        if node not in self._after_product:
+            inputs = node.all_input_nodes
+            self._after_product[node] = any(self._holds_product(each) for each in inputs)
+        return self._after_product[node]
+
+    def _find_step(self, node: Node, frame: Frame) -> Step:
+        """A node is large if it was broadcast to the mask's size; what was given so is not."""
+        small = Step("small", node, frame)
+        if node is self.product:
+            return Step("product", node, frame)
+        if not facts(node).single or not small.is_plane:
+            return small
+        if node.op == "get_attr" and self.read is not None:
+            return Step("buffer", node, frame)
+        if node.op != "call_function":
+            return small
+        name = short_name(node.target)
+        if (number := _constant(node, name)) is not None:
+            return Step("constant", node, frame, detail=number)
+        if not node.all_input_nodes:
+            return small
+        return self._made_of_others(node, name, frame)
+
+    def _made_of_others(self, node: Node, name: str, frame: Frame) -> Step:
+        if name in ("tril", "triu"):
+            return self._triangle(node, name, frame)
+        view = view_of(node)
+        if view is not None:
+            return self._view(node, view, frame)
+        lookup = self._lookup(node, name, frame)
+        return self._pointwise(node, name, frame) if lookup is None else lookup
+
+    def _view(self, node: Node, view: View, frame: Frame) -> Step:
+        source = self._step(view.source, frame.moved(view))
+        if source.kind == "small" and source.is_plane:
+            return Step("small", node, frame)  # given whole, or made so elsewhere
+        return Step("view", node, frame, (source,), view)
+
+    def _triangle(self, node: Node, name: str, frame: Frame) -> Step:
+        source = node.args[0]
+        if not isinstance(source, Node) or frame.dims[2:] != (-2, -1):
+            raise NotStatic(node.name)
+        diagonal = node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0)
+        if not isinstance(diagonal, int):
+            raise NotStatic(node.name)
+        inner = self._step(source, frame)
+        if inner.kind == "small":
+            return Step("small", node, frame)
+        return Step("triangle", node, frame, (inner,), (name, diagonal))
+
+    def _lookup(self, node: Node, name: str, frame: Frame) -> Step | None:
+        """table[i, j, ..] and embedding(i, table), where i, j are as large as the mask."""
+        if name == "embedding":
+            given = dict(zip(_EMBEDDING, node.args, strict=False)) | node.kwargs
+            indices, table = given["input"], given["weight"]
+            plain = given.get("padding_idx") is None and given.get("max_norm") is None
+            if not plain or given.get("scale_grad_by_freq") or given.get("sparse"):
+                raise NotStatic(node.name)
+            if not isinstance(indices, Node) or not isinstance(table, Node):
+                raise NotStatic(node.name)
+            at: tuple[Any, ...] = (indices,)
+        elif name in ("getitem", "index") and isinstance(node.args[0], Node):
+            table, index = node.args[0], node.args[1]
+            at = tuple(index) if isinstance(index, (tuple, list)) else (index,)
+            if not all(isinstance(i, (Node, int)) and not isinstance(i, bool) for i in at):
+                raise NotStatic(node.name)
+            if any(isinstance(i, Node) and facts(i).meta.dtype == torch.bool for i in at):
+                raise NotStatic(node.name)
+        else:
+            return None
+        kept = len(facts(table).meta.shape) - len(at)
+        inner = frame.shifted_left(kept)
+        inputs = tuple(self._step(i, inner) for i in at if isinstance(i, Node))
+        if all(step.kind == "small" for step in inputs) and any(i.is_plane for i in inputs):
+            return Step("small", node, frame)
+        whole = Step("small", table, Frame((None,) * 4, *frame[1:]))
+        return Step("lookup", node, frame, (whole, *inputs), (at, kept))
+
+    def _pointwise(self, node: Node, name: str, frame: Frame) -> Step:
+        inputs = tuple(self._step(each, frame) for each in node.all_input_nodes)
+        if all(i.kind == "small" for i in inputs) and any(i.is_plane for i in inputs):
+            return Step("small", node, frame)
+        known = facts(node)
+        plain = name in RULES or name in _SAME_ELEMENTS or is_pointwise(known.aten)
+        if not plain or known.random or isinstance(node.target, UnderAutocast):
+            raise NotStatic(node.name)
+        return Step("pointwise", node, frame, inputs)
 
     # -- small tensors ------------------------------------------------------------------------
-
-    def _is_large(self, node: Node) -> bool:
-        """Whether a node is as large as the mask because it was broadcast to it (not given so)."""
-        if node not in self._large:
-            self._large[node] = self._broadcast_to_plane(node)
-        return self._large[node]
-
-    def _broadcast_to_plane(self, node: Node) -> bool:
-        shape = facts(node).meta.shape
-        if len(shape) < 2 or shape[-2] < max(self.rows, 2) or shape[-1] < max(self.columns, 2):
-            return False
-        if node.op == "get_attr":
-            return self.read is not None
-        if node.op != "call_function":
-            return False
-        name = short_name(node.target)
-        inputs = node.all_input_nodes
-        if not inputs or _constant(node, name) is not None:
-            return True
-        if any(self._is_large(each) for each in inputs):
-            return True
-        return not any(_is_plane(facts(each).meta.shape) for each in inputs)
 
     def _value(self, node: Node) -> Any:
         """A small tensor, computed from factories and constants alone."""
@@ -131,126 +261,68 @@ class Expression:
             return self._value(value)
         return self.device if isinstance(value, torch.device) else value
 
-    def _cut(self, node: Node, rect: Rect) -> torch.Tensor:
-        value = self._value(node)
-        if not isinstance(value, torch.Tensor):
-            raise NotStatic(node.name)
-        if value.dim() >= 1 and value.shape[-1] == self.columns and value.shape[-1] > 1:
-            value = value[..., rect[2] : rect[3]]
-        if value.dim() >= 2 and value.shape[-2] == self.rows and value.shape[-2] > 1:
-            value = value[..., rect[0] : rect[1], :]
-        return value
-
     # -- large ones ---------------------------------------------------------------------------
 
-    def _exact(self, node: Node, rect: Rect) -> torch.Tensor:
-        if facts(node).random:
-            raise NotStatic(node.name)
-        if not self._is_large(node):
-            return self._cut(node, rect)
-        if node.op == "get_attr":
-            return self._value(node)[..., rect[0] : rect[1], rect[2] : rect[3]]
-        name = short_name(node.target)
-        if name in _KEEP_LAST_TWO or name == "getitem":
-            return self._exact(self._same_plane(node), rect)
-        if name in ("tril", "triu"):
-            inner = self._exact(arg(node, 0), rect)
-            full = inner.expand(*inner.shape[:-2], rect[1] - rect[0], rect[3] - rect[2])
-            return getattr(torch, name)(full, _diagonal(node) + rect[0] - rect[2])
-        constant = _constant(node, name)
-        if constant is not None:
-            return torch.full((1, 1), constant, dtype=facts(node).meta.dtype, device=self.device)
-        if not (name in RULES or is_pointwise(facts(node).aten)) or facts(node).random:
-            raise NotStatic(node.name)
+    def _exact(
+        self, step: Step, rect: Rect, known: dict[int, Any], product: torch.Tensor | None
+    ) -> torch.Tensor:
+        if id(step) not in known:
+            known[id(step)] = self._compute(step, rect, known, product)
+        return known[id(step)]
+
+    def _compute(
+        self, step: Step, rect: Rect, known: dict[int, Any], product: torch.Tensor | None
+    ) -> torch.Tensor:
+        if step.kind in ("small", "buffer"):
+            return self.cut(step, rect)
+        if step.kind == "product":
+            assert product is not None
+            return product
+        if step.kind == "constant":
+            dtype = facts(step.node).meta.dtype
+            return torch.full((1, 1), step.detail, dtype=dtype, device=self.device)
+        inputs = [self._exact(each, rect, known, product) for each in step.inputs]
+        if step.kind == "view":
+            part = inputs[0]
+            missing = len(facts(step.detail.source).meta.shape) - part.dim()
+            return step.detail.apply(part[(None,) * missing])
+        if step.kind == "triangle":
+            return self._cut_triangle(step, rect, inputs[0])
+        if step.kind == "lookup":
+            return self._look_up(step, rect, inputs)
+        return self._call(step, rect, inputs)
+
+    def _cut_triangle(self, step: Step, rect: Rect, inner: torch.Tensor) -> torch.Tensor:
+        name, diagonal = step.detail
+        full = inner.expand(*inner.shape[:-2], rect.bottom - rect.top, rect.right - rect.left)
+        starts = step.frame.starts
+        return getattr(torch, name)(full, diagonal + rect.top + starts[2] - rect.left - starts[3])
+
+    def _look_up(self, step: Step, rect: Rect, inputs: list[torch.Tensor]) -> torch.Tensor:
+        (table, *indices), (at, kept) = inputs, step.detail
+        # Heads may be what each lookup gives: then only those asked for are looked up.
+        heads = step.frame.dims[1]
+        if kept and heads is not None and -heads <= kept and rect.heads is not None:
+            if table.shape[heads] == step.frame.sizes[1] > 1:
+                table = table.narrow(heads, rect.heads[0], rect.heads[1] - rect.heads[0])
+        given = iter(indices)
+        index = tuple(next(given) if isinstance(i, Node) else i for i in at)
+        if kept == 1 and len(index) == 1 and table.is_floating_point():
+            return F.embedding(index[0].to(torch.int64), table)
+        return table[index]
+
+    def _call(self, step: Step, rect: Rect, inputs: list[torch.Tensor]) -> torch.Tensor:
+        values = dict(zip(step.node.all_input_nodes, inputs, strict=True))
 
         def value_of(each: Any) -> Any:
-            return self._exact(each, rect) if isinstance(each, Node) else self._argument(each)
+            return values[each] if isinstance(each, Node) else self._argument(each)
 
-        given: tuple[Any, ...] = node.args
-        args = map_aggregate(given, value_of)
-        kwargs = map_aggregate(node.kwargs, value_of)
-        if isinstance(node.target, OutOfPlace):
-            # It writes to its first argument, which has the full shape.
-            first = cast(torch.Tensor, args[0])
-            first = first.expand(*first.shape[:-2], rect[1] - rect[0], rect[3] - rect[2])
-            args = (first, *args[1:])
-        return callee(node)(*args, **kwargs)
-
-    def _same_plane(self, node: Node) -> Node:
-        """The input of a call that changes, before the last two dims, sizes of 1 alone."""
-        source = node.args[0]
-        assert isinstance(source, Node)
-        have, want = facts(source).meta.shape, facts(node).meta.shape
-        name = short_name(node.target)
-        if name == "getitem":
-            index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-            plain = all(
-                i is None
-                or i is Ellipsis
-                or (isinstance(i, slice) and i.start in (None, 0) and i.step in (None, 1))
-                for i in index
-            )
-            if not plain:
-                raise NotStatic(node.name)
-        elif have[-2:] != want[-2:] and name not in ("expand", "expand_as", "broadcast_to"):
-            raise NotStatic(node.name)
-        elif (
-            name in ("view", "reshape", "unsqueeze")
-            and facts(source).meta.numel != self.rows * self.columns
-        ):
-            raise NotStatic(node.name)
-        return source
-
-    def _bounds(self, node: Node, rect: Rect) -> Bounds | None:
-        if facts(node).random:  # short names: torch.rand must not pass for the operator __rand__
-            raise NotStatic(node.name)
-        if not self._is_large(node):
-            value = self._cut(node, rect)
-            if value.numel() == 0:
-                return None
-            return float(value.min()), float(value.max())
-        if node.op == "get_attr":
-            part = self._value(node)[..., rect[0] : rect[1], rect[2] : rect[3]]
-            return float(part.min()), float(part.max())
-        name = short_name(node.target)
-        if name in _KEEP_LAST_TWO or name == "getitem":
-            return self._bounds(self._same_plane(node), rect)
-        if name in ("tril", "triu"):
-            return self._triangle(node, name, rect)
-        constant = _constant(node, name)
-        if constant is not None:
-            return constant, constant
-        rule = _BOUNDS.get(name)
-        if rule is None or node.kwargs:
-            return None
-        inputs = [self._bounds(a, rect) if isinstance(a, Node) else _scalar(a) for a in node.args]
-        if any(b is None for b in inputs):
-            return None
-        return rule(*inputs)
-
-    def _triangle(self, node: Node, name: str, rect: Rect) -> Bounds | None:
-        inner = self._bounds(arg(node, 0), rect)
-        diagonal = _diagonal(node)
-        # Least and greatest column - row.
-        lowest, highest = rect[2] - (rect[1] - 1), rect[3] - 1 - rect[0]
-        kept = highest <= diagonal if name == "tril" else lowest >= diagonal
-        dropped = lowest > diagonal if name == "tril" else highest < diagonal
-        if dropped:
-            return 0.0, 0.0
-        if inner is None or kept:
-            return inner
-        return min(inner[0], 0.0), max(inner[1], 0.0)
-
-
-def _is_plane(shape: tuple[int, ...]) -> bool:
-    return len(shape) >= 2 and shape[-2] > 1 and shape[-1] > 1
-
-
-def _diagonal(node: Node) -> int:
-    value = node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0)
-    if not isinstance(value, int):
-        raise NotStatic(node.name)
-    return value
+        given: tuple[Any, ...] = step.node.args
+        args, kwargs = map_aggregate((given, step.node.kwargs), value_of)
+        if isinstance(step.node.target, OutOfPlace):  # it writes to its first argument
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            args = (args[0].expand(torch.broadcast_shapes(*(t.shape for t in tensors))), *args[1:])
+        return callee(step.node)(*args, **kwargs)
 
 
 def _constant(node: Node, name: str) -> float | None:
@@ -261,79 +333,3 @@ def _constant(node: Node, name: str) -> float | None:
         value = node.args[at] if len(node.args) > at else node.kwargs.get("fill_value")
         return float(value) if isinstance(value, (bool, int, float)) else None
     return None
-
-
-def _scalar(value: Any) -> Bounds | None:
-    return (float(value), float(value)) if isinstance(value, (bool, int, float)) else None
-
-
-def _compare(
-    holds: Callable[[Bounds, Bounds], bool], fails: Callable[[Bounds, Bounds], bool]
-) -> Callable[..., Bounds]:
-    def rule(a: Bounds, b: Bounds) -> Bounds:
-        return (1.0, 1.0) if holds(a, b) else (0.0, 0.0) if fails(a, b) else (0.0, 1.0)
-
-    return rule
-
-
-def _products(a: Bounds, b: Bounds) -> Bounds:
-    each = [x * y for x in a for y in b]
-    return min(each), max(each)
-
-
-def _select(condition: Bounds, yes: Bounds, no: Bounds) -> Bounds:
-    if condition == (1.0, 1.0):
-        return yes
-    if condition == (0.0, 0.0):
-        return no
-    return min(yes[0], no[0]), max(yes[1], no[1])
-
-
-def _as_bool(a: Bounds) -> Bounds:
-    return (1.0, 1.0) if a[0] > 0 or a[1] < 0 else (0.0, 0.0) if a == (0.0, 0.0) else (0.0, 1.0)
-
-
-def _same(a: Bounds, *_: Bounds) -> Bounds:
-    return a
-
-
-_LE = _compare(lambda a, b: a[1] <= b[0], lambda a, b: a[0] > b[1])
-_LT = _compare(lambda a, b: a[1] < b[0], lambda a, b: a[0] >= b[1])
-_EQ = _compare(lambda a, b: a[0] == a[1] == b[0] == b[1], lambda a, b: a[1] < b[0] or b[1] < a[0])
-
-
-def _not(a: Bounds) -> Bounds:
-    return 1 - a[1], 1 - a[0]
-
-
-_BOUNDS: dict[str, Callable[..., Bounds]] = {
-    "le": _LE,
-    "lt": _LT,
-    "ge": lambda a, b: _LE(b, a),
-    "gt": lambda a, b: _LT(b, a),
-    "eq": _EQ,
-    "ne": lambda a, b: _not(_EQ(a, b)),
-    "and": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
-    "or": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
-    "logical_not": _not,
-    "invert": _not,
-    "bitwise_not": _not,
-    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
-    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    "rsub": lambda a, b: (b[0] - a[1], b[1] - a[0]),
-    "mul": _products,
-    "neg": lambda a: (-a[1], -a[0]),
-    "where": _select,
-    "masked_fill": lambda a, m, v: _select(m, v, a),
-    "bool": _as_bool,
-    "float": _same,
-    "double": _same,
-    "half": _same,
-    "bfloat16": _same,
-}
-for _alias, _name in (
-    ("bitwise_and", "and"), ("logical_and", "and"), ("bitwise_or", "or"), ("logical_or", "or"),
-    ("less_equal", "le"), ("less", "lt"), ("greater_equal", "ge"), ("greater", "gt"),
-    ("rmul", "mul"), ("radd", "add"), ("rand", "and"), ("ror", "or"),
-):  # fmt: skip
-    _BOUNDS[_alias] = _BOUNDS[_name]

@@ -8,7 +8,9 @@ import torch
 from torch.fx import Node
 
 from ...graph import facts
-from .expression import Expression, NotStatic, ReadState, Rect
+from .bounds import bounds
+from .expression import Expression, NotStatic, ReadState
+from .frame import Rect
 
 __all__ = ["MASKED_BELOW", "Pattern", "recognize"]
 
@@ -35,10 +37,10 @@ def recognize(mask: Node, read: ReadState | None = None) -> Pattern | None:
     meta = facts(mask).meta
     if len(meta.shape) < 2 or meta.requires_grad:
         return None
-    expression = Expression(mask, read)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the rectangles are small: threads would wait for each other
     try:
+        expression = Expression(mask, read)
         if _holds(expression, Pattern.FULL):
             return Pattern.FULL
         if expression.rows == expression.columns and _holds(expression, Pattern.CAUSAL):
@@ -57,16 +59,16 @@ class _TooMuch(Exception):
 def _holds(expression: Expression, pattern: Pattern) -> bool:
     budget = [16 + 8 * (expression.rows + expression.columns) // _LEAF]
     try:
-        return _check(expression, pattern, (0, expression.rows, 0, expression.columns), budget)
+        return _check(expression, pattern, Rect(0, expression.rows, 0, expression.columns), budget)
     except _TooMuch:
         return False
 
 
 def _check(expression: Expression, pattern: Pattern, rect: Rect, budget: list[int]) -> bool:
     wanted = _uniform(pattern, rect)
-    bounds = expression.bounds(rect)
-    if wanted is not None and bounds is not None:
-        verdict = _decide(expression, bounds)
+    found = bounds(expression, rect)
+    if wanted is not None and found is not None:
+        verdict = _decide(expression, found)
         if verdict is not None:
             return verdict == wanted
     rows, columns = rect[1] - rect[0], rect[3] - rect[2]
@@ -78,7 +80,7 @@ def _check(expression: Expression, pattern: Pattern, rect: Rect, budget: list[in
     middle_row = rect[0] + rows // 2 if rows > _LEAF else rect[1]
     middle_column = rect[2] + columns // 2 if columns > _LEAF else rect[3]
     parts = [
-        (r0, r1, c0, c1)
+        Rect(r0, r1, c0, c1)
         for r0, r1 in ((rect[0], middle_row), (middle_row, rect[1]))
         for c0, c1 in ((rect[2], middle_column), (middle_column, rect[3]))
         if r0 < r1 and c0 < c1

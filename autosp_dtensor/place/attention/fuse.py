@@ -1,13 +1,12 @@
-"""Attention written by hand (matmul, softmax, matmul) becomes one scaled_dot_product_attention.
+"""Attention written by hand (product, softmax, product) becomes one call.
 
-Only where the result stays the same up to rounding: the scores are used for nothing else, every
-mask is proved causal or empty, and softmax is not computed in fewer bits than the queries have.
-Scores [.., S, T] then exist nowhere.
+Only where the result stays the same up to rounding. If the masks are proved causal or empty, the
+call is scaled_dot_product_attention; else scores are made, changed as the model does, and used
+strip by strip. Scores [.., S, T] then exist nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from ..capture.targets import UnderAutocast
-from ..graph import Meta, facts, set_facts, short_name
-from .masks import MASKED_BELOW, Pattern
+from ...capture.targets import UnderAutocast
+from ...graph import Meta, facts, set_facts, short_name
+from ..masks import MASKED_BELOW, Pattern, Softmax, tiled_attention
+from .masking import MaskSearch
+from .products import Product, as_product, split_baddbmm
 
 __all__ = ["fuse_attention"]
 
-Recognize = Callable[[Node], Pattern | None]
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type_as", "type"}
 
 
@@ -43,61 +43,169 @@ class _Scores:
     casts: list[Node] = field(default_factory=list)
 
 
-def fuse_attention(graph: Graph, recognize: Recognize, can_tile: Callable[[Node], bool]) -> Graph:
+def fuse_attention(graph: Graph, masks: MaskSearch) -> Graph:
     """Rewrite each hand-written attention that qualifies; values change by rounding."""
+    split_baddbmm(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and short_name(node.target) == "softmax":
-            _fuse(graph, node, recognize, can_tile)
+            if _is_last_dim(node):
+                _fuse(graph, node, masks)
     graph.lint()
     return graph
 
 
-def _fuse(
-    graph: Graph, softmax: Node, recognize: Recognize, can_tile: Callable[[Node], bool]
-) -> None:
-    if not _is_last_dim(softmax):
-        return
-    scores = _walk_back(softmax.args[0])
+def _fuse(graph: Graph, softmax: Node, masks: MaskSearch) -> None:
     casts: list[Node] = []
     final, dropout_p = _walk_forward(softmax, casts)
-    if scores is None or scores.product is None or final is None:
+    if final is None or isinstance(softmax.target, UnderAutocast):
         return
-    if any(isinstance(n.target, UnderAutocast) for n in (softmax, scores.product, final)):
+    after = as_product(final)
+    if after is None or after.left is not _last(softmax, casts, final):
         return
-    query, keys = scores.product.args
-    value = final.args[1]
-    if not all(isinstance(n, Node) for n in (query, keys, value)):
-        return
-    if scores.scale <= 0 or not _fits(query, keys, value, [softmax, *scores.casts, *casts]):
-        return
-    patterns = [recognize(mask.node) for mask in scores.masks]
+    simple = _walk_back(softmax.args[0])
+    if simple is not None and simple.product is not None:
+        before = as_product(simple.product)
+        if before is not None and _as_kernel(graph, softmax, simple, before, after, casts,
+                                             dropout_p, masks):  # fmt: skip
+            return
+    _as_strips(graph, softmax, after, casts, dropout_p, masks)
+
+
+def _last(softmax: Node, casts: list[Node], final: Node) -> Any:
+    """What the last product takes as weights."""
+    node = softmax
+    while final not in node.users:
+        (node,) = node.users
+    return node
+
+
+def _as_kernel(
+    graph: Graph,
+    softmax: Node,
+    scores: _Scores,
+    before: Product,
+    after: Product,
+    casts: list[Node],
+    dropout_p: float,
+    masks: MaskSearch,
+) -> bool:
+    """One scaled_dot_product_attention, where its arguments say all of it."""
+    query, key, value = before.left, before.right, after.right
+    if scores.scale <= 0 or not _fits(query, key, value, [softmax, *scores.casts, *casts]):
+        return False
+    patterns = [masks.pattern(mask.node) for mask in scores.masks]
     known_masks = all(pattern is not None for pattern in patterns)
     if not known_masks and not all(
-        can_tile(mask.node) and _forbids_wholly(mask) for mask in scores.masks
+        masks.tiles(mask.node) is not None and _forbids_wholly(mask) for mask in scores.masks
+    ):
+        return False
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": False, "scale": scores.scale}
+    options["is_causal"] = known_masks and Pattern.CAUSAL in patterns
+    final = after.node
+    with graph.inserting_before(final):
+        q, k, v = before.left_last(graph), before.right_last(graph), after.right_rows(graph)
+        if not known_masks:
+            options["attn_mask"] = _all_allowed(graph, scores.masks)
+        if _is_shared(facts(q).meta, facts(k).meta):
+            options["enable_gqa"] = True
+        fused = graph.call_function(F.scaled_dot_product_attention, (q, k, v), options)
+        meta = replace(
+            facts(final).meta, shape=(*facts(q).meta.shape[:-1], facts(v).meta.shape[-1])
+        )
+        random = dropout_p > 0
+        set_facts(fused, replace(facts(final), outs=(meta,), random=random, aten=()))
+        result = after.in_order(graph, fused)
+    final.replace_all_uses_with(result)
+    return True
+
+
+def _as_strips(
+    graph: Graph,
+    softmax: Node,
+    after: Product,
+    casts: list[Node],
+    dropout_p: float,
+    masks: MaskSearch,
+) -> None:
+    """Scores that no kernel knows: made, changed as the model does, and used strip by strip."""
+    scores: Any = softmax.args[0]
+    before = _only_product(scores)
+    if before is None or not before.is_plain or not _is_private(before.node, softmax):
+        return
+    if isinstance(before.node.target, UnderAutocast) or isinstance(
+        after.node.target, UnderAutocast
     ):
         return
-    assert isinstance(query, Node) and isinstance(keys, Node) and isinstance(value, Node)
-    known = facts(final)
+    q, k, v = (facts(n).meta for n in (before.left, before.right, after.right))
+    if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
+        return
+    found = masks.score_tiles(scores, before.node)
+    if found is None:
+        return
+    expression, leaves = found
+    dtype: Any = softmax.kwargs.get("dtype")
+    weights = facts(casts[-1]).meta.dtype if casts else None
+    final = after.node
     with graph.inserting_before(final):
-        key = graph.call_function(torch.Tensor.transpose, (keys, -2, -1))
-        shape = facts(keys).meta.shape
-        meta = replace(facts(keys).meta, shape=(*shape[:-2], shape[-1], shape[-2]))
-        set_facts(
-            key,
-            replace(
-                facts(keys), outs=(meta,), scope=known.scope, origin=None, aten=(), random=False
-            ),
+        query, key, value = (
+            before.left_last(graph),
+            before.right_last(graph),
+            after.right_rows(graph),
         )
-        causal = Pattern.CAUSAL in patterns
-        options = {"dropout_p": dropout_p, "is_causal": causal, "scale": scores.scale}
-        if not known_masks:
-            options["is_causal"] = False
-            options["attn_mask"] = _all_allowed(graph, scores.masks)
-        if _is_shared(facts(query).meta, facts(keys).meta):
+        q, k, v = (facts(n).meta for n in (query, key, value))
+        shared = _is_shared(q, k)
+        if k.shape[:-2] != v.shape[:-2] or not (q.shape[:-2] == k.shape[:-2] or shared):
+            return
+        options: dict[str, Any] = {"mask": expression, "softmax": Softmax(dtype, weights)}
+        if shared:
             options["enable_gqa"] = True
-        fused = graph.call_function(F.scaled_dot_product_attention, (query, key, value), options)
-        set_facts(fused, replace(known, random=dropout_p > 0, aten=()))
-    final.replace_all_uses_with(fused)
+        if dropout_p:
+            options["dropout_p"] = dropout_p
+        fused = graph.call_function(tiled_attention, (query, key, value, *leaves), options)
+        meta = replace(facts(final).meta, shape=(*q.shape[:-1], v.shape[-1]))
+        set_facts(fused, replace(facts(final), outs=(meta,), random=dropout_p > 0, aten=()))
+        result = after.in_order(graph, fused)
+    final.replace_all_uses_with(result)
+
+
+def _only_product(scores: Any) -> Product | None:
+    """The one product of two matrices that scores [.., S, T] are made of."""
+    if not isinstance(scores, Node) or len(facts(scores).meta.shape) not in (3, 4):
+        return None
+    plane = facts(scores).meta.shape[-2:]
+    found: list[Product] = []
+    seen: set[Node] = set()
+    todo = [scores]
+    while todo:
+        node = todo.pop()
+        if node in seen or node.op != "call_function" or not facts(node).single:
+            continue
+        seen.add(node)
+        if facts(node).meta.shape[-2:] != plane:
+            continue
+        product = as_product(node)
+        if product is None:
+            todo.extend(node.all_input_nodes)
+        elif facts(node).meta.shape == facts(scores).meta.shape:
+            found.append(product)
+    return found[0] if len(found) == 1 else None
+
+
+def _is_private(product: Node, softmax: Node) -> bool:
+    """Whether scores are used for softmax alone, on whatever way."""
+    todo, seen = [product], set()
+    while todo:
+        node = todo.pop()
+        if node in seen or node is softmax:
+            continue
+        seen.add(node)
+        if node.op == "output" or (node is not product and as_product(node) is not None):
+            return False
+        # Past softmax's argument there is nothing but softmax.
+        if not node.users or node > softmax:
+            return False
+        todo.extend(node.users)
+    return True
 
 
 def _forbids_wholly(mask: _Mask) -> bool:
@@ -125,14 +233,12 @@ def _is_last_dim(softmax: Node) -> bool:
     return dim in (-1, len(facts(softmax).meta.shape) - 1)
 
 
-def _fits(query: Any, keys: Any, value: Any, floats: list[Node]) -> bool:
-    """Same leading dims (one key head may serve all), same dtype, nothing in fewer bits between."""
-    q, k, v = (facts(n).meta for n in (query, keys, value))
+def _fits(query: Node, key: Node, value: Node, floats: list[Node]) -> bool:
+    """Same dtype, nothing in fewer bits between, three or four dims."""
+    q, k, v = (facts(n).meta for n in (query, key, value))
     if not (len(q.shape) == len(k.shape) == len(v.shape) and len(q.shape) in (3, 4)):
         return False
     if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
-        return False
-    if k.shape[:-2] != v.shape[:-2] or not (q.shape[:-2] == k.shape[:-2] or _is_shared(q, k)):
         return False
     dtypes = [facts(n).meta.dtype for n in floats]
     least = torch.finfo(q.dtype).bits
@@ -152,9 +258,9 @@ def _walk_back(start: Any) -> _Scores | None:
         name = short_name(node.target)
         if node.kwargs and name not in _CASTS:
             return None  # torch.add(mask, scores, alpha=0.1) and the like
-        if name in ("matmul", "bmm"):
+        if as_product(node) is not None:
             found.product = node
-            return found if len(node.args) == 2 else None
+            return found
         if name in _CASTS:
             found.casts.append(node)
             node = node.args[0]
@@ -233,7 +339,7 @@ def _scalar_number(value: Node) -> float | None:
 def _leads_to_product(value: Any) -> bool:
     while isinstance(value, Node) and value.op == "call_function":
         name = short_name(value.target)
-        if name in ("matmul", "bmm"):
+        if as_product(value) is not None:
             return True
         if name not in _CASTS and name not in (
             "mul",
@@ -271,11 +377,13 @@ def _walk_forward(softmax: Node, casts: list[Node]) -> tuple[Node | None, float]
     node, probability = softmax, 0.0
     while len(node.users) == 1:
         (user,) = node.users
-        if user.op != "call_function" or not user.args or user.args[0] is not node:
+        if user.op != "call_function" or not user.args or node not in user.args:
             return None, 0.0
         name = short_name(user.target)
-        if name in ("matmul", "bmm"):
-            return (user if len(user.args) == 2 and not user.kwargs else None), probability
+        if as_product(user) is not None:
+            return user, probability
+        if user.args[0] is not node:
+            return None, 0.0
         if name == "dropout":
             training = user.args[2] if len(user.args) > 2 else user.kwargs.get("training", True)
             rate: Any = user.args[1] if len(user.args) > 1 else user.kwargs.get("p", 0.5)

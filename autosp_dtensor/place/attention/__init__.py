@@ -1,0 +1,5 @@
+"""Attention: each entry point is a form, each way to split it a strategy."""
+
+from .rule import RULES
+
+__all__ = ["RULES"]

@@ -1,0 +1,133 @@
+"""Attention masks: said by the kernel's argument, made tile by tile, or used as they are."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+from ...graph import facts, short_name
+from ..insert import add_call, bind
+from ..masks import (
+    Pattern,
+    ReadState,
+    TileMask,
+    recognize,
+    tile_mask,
+    tile_scores,
+    tiled_attention,
+)
+
+__all__ = ["MaskSearch", "plain_or_tiled"]
+
+log = logging.getLogger("autosp_dtensor")
+_LARGE_MASK = 1 << 20
+_NAMES = (
+    "query",
+    "key",
+    "value",
+    "attn_mask",
+    "dropout_p",
+    "is_causal",
+    "scale",
+    "enable_gqa",
+)
+
+Tiles = tuple[TileMask, list[Node]]
+
+
+class MaskSearch:
+    """What is known of the masks of one graph; equal expressions are one object.
+
+    So layers with the same mask stay equal, and tiles are looked for once.
+    """
+
+    def __init__(self, read: ReadState | None) -> None:
+        self.read = read
+        self._patterns: dict[Node, Pattern | None] = {}
+        self._tiles: dict[Node, Tiles | None] = {}
+        self._same: dict[Any, TileMask] = {}
+
+    def pattern(self, mask: Node) -> Pattern | None:
+        """What the mask allows, if kernels have a word for it."""
+        if mask not in self._patterns:
+            self._patterns[mask] = recognize(mask, self.read)
+        return self._patterns[mask]
+
+    def tiles(self, mask: Node) -> Tiles | None:
+        """The mask as an expression and what it is made of."""
+        if mask not in self._tiles:
+            self._tiles[mask] = self._shared(tile_mask(mask))
+        return self._tiles[mask]
+
+    def score_tiles(self, scores: Node, product: Node) -> Tiles | None:
+        """Scores as an expression of queries times keys."""
+        return self._shared(tile_scores(scores, product))
+
+    def _shared(self, found: Tiles | None) -> Tiles | None:
+        if found is None:
+            return None
+        return self._same.setdefault(_signature(found[0]), found[0]), found[1]
+
+
+def _signature(mask: TileMask) -> Any:
+    number = {node: k for k, node in enumerate(mask.root.graph.nodes)}
+
+    def numbered(value: Any) -> Any:
+        return f"%{number[value]}" if isinstance(value, Node) else value
+
+    def of(node: Node) -> Any:
+        args, kwargs = map_aggregate((node.args, node.kwargs), numbered)
+        called = node.target if node.op == "call_function" else node.op
+        return called, repr(args), repr(kwargs), facts(node).outs
+
+    return number[mask.root], tuple(of(node) for node in number)
+
+
+def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
+    """One scaled_dot_product_attention with its mask in the best form; gives what stays."""
+    given = bind(node, _NAMES)
+    node.args = (given.pop("query"), given.pop("key"), given.pop("value"))
+    node.kwargs = given  # rules count on this order
+    mask = given.get("attn_mask")
+    if not isinstance(mask, Node) or given.get("is_causal"):
+        return node
+    pattern = masks.pattern(mask)
+    if pattern is not None:  # what built the mask is dead code now
+        node.kwargs = {**given, "attn_mask": None, "is_causal": pattern is Pattern.CAUSAL}
+        return node
+    if facts(mask).meta.shape[-2] == 1:
+        return node
+    query = node.args[0]
+    assert isinstance(query, Node)
+    found = masks.tiles(mask) if len(facts(query).meta.shape) in (3, 4) else None
+    if found is None:
+        _warn(node, mask)
+        return node
+    expression, leaves = found
+    for leaf in leaves:
+        if facts(leaf).meta.shape[-2:] == facts(mask).meta.shape[-2:]:
+            _warn(node, leaf)
+    options = {k: given[k] for k in ("scale", "enable_gqa", "dropout_p") if given.get(k)}
+    with graph.inserting_before(node):
+        options["mask"] = expression
+        args = (*node.args, *leaves)
+        tiled = add_call(graph, node, tiled_attention, args, options, facts(node).meta)
+    tiled.meta["autosp"] = facts(tiled).having(random=facts(node).random)
+    node.replace_all_uses_with(tiled)
+    graph.erase_node(node)
+    return tiled
+
+
+def _warn(node: Node, mask: Node) -> None:
+    """Once for a mask, where it is large: layers share it."""
+    meta = facts(mask).meta
+    users = [n for n in mask.users if short_name(n.target) == "scaled_dot_product_attention"]
+    if meta.nbytes >= _LARGE_MASK and (not users or node is min(users)):
+        log.warning(
+            "attention at %s takes a mask of %.1f MiB as it is, whole on every rank",
+            facts(node).source,
+            meta.nbytes / 2**20,
+        )

@@ -1,0 +1,50 @@
+"""Attention as the placer sees it: a form for each function, strategies for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ...placement import Shard
+from ..rule import FactorRule, Local, Op, Option, Rule
+from . import torch_forms
+from .form import Form
+from .heads import Heads
+from .strategy import AttentionOption, Strategy
+
+__all__ = ["RULES", "STRATEGIES", "AttentionRule"]
+
+# A strategy is one file; the placer takes the option that sends least.
+STRATEGIES: tuple[Strategy, ...] = (Heads(),)
+
+
+class AttentionRule(Rule):
+    """Each token reads all others, so that a split sequence needs a strategy.
+
+    What attention is local on (batch rows; queries whose keys are whole) needs none.
+    """
+
+    def __init__(self, form: Callable[[Op], Form]) -> None:
+        self.form = form
+        self.plain = FactorRule(lambda op: form(op).factors)
+
+    def from_input(self, op: Op, i: int, shard: Shard, *, local: bool = True) -> Option | None:
+        form = self.form(op)
+        for strategy in STRATEGIES:
+            option = strategy.from_input(op, form, i, shard)
+            if option is not None:
+                return option
+        return self.plain.from_input(op, i, shard, local=local)
+
+    def fresh(self, op: Op) -> Iterable[Option]:
+        form = self.form(op)
+        for strategy in STRATEGIES:
+            yield from strategy.fresh(op, form)
+        yield from self.plain.fresh(op)
+
+    def localize(self, op: Op, option: Option) -> Local:
+        if isinstance(option, AttentionOption):
+            return option.strategy.localize(op, self.form(op), option)
+        return super().localize(op, option)
+
+
+RULES: dict[str, Rule] = {name: AttentionRule(form) for name, form in torch_forms.FORMS.items()}

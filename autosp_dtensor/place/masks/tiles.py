@@ -1,0 +1,235 @@
+"""A mask, or what is done to scores, cut out of its graph, and the tiles there is work in.
+
+What it is made of (positions, document ids, padding flags, tables) is given as tensors while the
+program runs. A first pass bounds every tile, so that tiles that allow nothing are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch.fx import Graph, Node
+
+from ...graph import facts, set_facts
+from .bounds import bounds, forbidden_below
+from .expression import Expression, Step
+from .frame import Frame, NotStatic, Rect
+from .prove import MASKED_BELOW
+
+__all__ = ["Band", "TileMask", "tile_mask", "tile_scores"]
+
+TILE = 512
+
+
+@dataclass(frozen=True)
+class Band:
+    """Queries rows[0]:rows[1] of batch row `batch` (None: of all) and the keys that they may read.
+
+    masked: whether some of those keys are forbidden to some of the queries.
+    """
+
+    batch: int | None
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    masked: bool
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Bands found for given tensors, held so that no others take their place unnoticed."""
+
+    leaves: tuple[torch.Tensor, ...]
+    versions: list[int]
+    tile: int
+    bands: list[Band]
+
+    def fits(self, leaves: Sequence[torch.Tensor], versions: list[int]) -> bool:
+        same = all(a is b for a, b in zip(self.leaves, leaves, strict=True))
+        return same and versions == self.versions and self.tile == TILE
+
+
+class TileMask:
+    """The expression of one mask or score; calls give `leaves` in order.
+
+    product: the placeholder of queries times keys, where it is of scores.
+    """
+
+    def __init__(self, root: Node, leaves: list[Node], product: Node | None) -> None:
+        self.root, self.leaves, self.product = root, leaves, product
+        meta = facts(root).meta
+        self.is_bool = meta.dtype == torch.bool
+        self.trained = tuple(i for i, n in enumerate(leaves) if facts(n).meta.requires_grad)
+        self._expression = Expression(root, product=product)
+        self._shape = (1,) * (4 - len(meta.shape)) + meta.shape
+        self._known: _Known | None = None
+
+    def __repr__(self) -> str:
+        what = "mask" if self.product is None else "scores"
+        count = sum(step.kind != "small" for step in self._expression.root.walk())
+        return f"{what} of {count} operations"
+
+    def values(
+        self, leaves: Sequence[torch.Tensor], rect: Rect, product: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The mask on a rectangle, or the scores made of `product` [B, H, rows, columns] there."""
+        found = self._given(leaves).exact(rect, product)
+        rows, columns = rect.bottom - rect.top, rect.right - rect.left
+        return found.expand(*found.shape[:-2], rows, columns)
+
+    def bands(self, leaves: Sequence[torch.Tensor]) -> list[Band]:
+        """Which tiles there is work in; the same for every layer that is given the same tensors."""
+        versions = [0 if leaf.is_inference() else leaf._version for leaf in leaves]
+        if self._known is None or not self._known.fits(leaves, versions):
+            self._known = _Known(tuple(leaves), versions, TILE, self._find_bands(leaves))
+        return self._known.bands
+
+    def _given(self, leaves: Sequence[torch.Tensor]) -> Expression:
+        return self._expression.given(dict(zip(self.leaves, leaves, strict=True)))
+
+    def _find_bands(self, leaves: Sequence[torch.Tensor]) -> list[Band]:
+        rows = self._rows_apart()
+        expression = self._given([leaf.detach().cpu() for leaf in leaves])
+        return [
+            self._band(expression, top, batch)
+            for batch in (range(rows) if rows > 1 else [None])
+            for top in range(0, expression.rows, TILE)
+        ]
+
+    def _rows_apart(self) -> int:
+        """Batch rows of which each has bands of its own: all, if a leaf tells them apart."""
+        rows = self._shape[0]
+        frame = Frame.of(self._shape)
+        apart = any(
+            step.frame.dims[0] is not None
+            and -step.frame.dims[0] <= len(facts(step.node).meta.shape)
+            and facts(step.node).meta.shape[step.frame.dims[0]] == frame.sizes[0]
+            for step in self._expression.root.walk()
+            if step.kind in ("small", "buffer")
+        )
+        return rows if apart else 1
+
+    def _band(self, expression: Expression, top: int, batch: int | None) -> Band:
+        """The span of columns that may be read in a strip of rows, found tile by tile."""
+        bottom = min(top + TILE, expression.rows)
+        span = None if batch is None else (batch, batch + 1)
+        tiles = [
+            Rect(top, bottom, left, min(left + TILE, expression.columns), None, span)
+            for left in range(0, expression.columns, TILE)
+        ]
+        verdicts = [self._verdict(expression, tile) for tile in tiles]
+        read = [k for k, verdict in enumerate(verdicts) if verdict != "none"]
+        if "less" in verdicts:
+            # A finite number only outweighs: a query that has nothing else reads all keys alike.
+            kept = [k for k, verdict in enumerate(verdicts) if verdict in ("all", "some")]
+            read = kept if self._covers(expression, [tiles[k] for k in reversed(kept)]) else read
+        if not read:
+            return Band(batch, (top, bottom), (0, 0), False)
+        first, last = tiles[read[0]].left, tiles[read[-1]].right
+        masked = any(verdicts[k] != "all" for k in range(read[0], read[-1] + 1))
+        return Band(batch, (top, bottom), (first, last), masked)
+
+    def _verdict(self, expression: Expression, rect: Rect) -> str:
+        """What of it is allowed: all, none, less (outweighed by a finite number), or some."""
+        found = bounds(expression, rect)
+        if found is None:
+            return "some"
+        if self.is_bool:
+            return "all" if found[0] > 0 else "none" if found[1] == 0 else "some"
+        if found == (0.0, 0.0):
+            return "all"
+        if found[1] == float("-inf"):
+            return "none"
+        return "less" if found[1] <= self._least() else "some"
+
+    def _least(self) -> float:
+        return forbidden_below(facts(self.root).meta.dtype, MASKED_BELOW)
+
+    def _covers(self, expression: Expression, tiles: list[Rect]) -> bool:
+        """Whether each query, in each head and row, may read some key of these tiles."""
+        covered: torch.Tensor | None = None
+        for tile in tiles:
+            zero = torch.zeros((), dtype=facts(self.product).meta.dtype) if self.product else None
+            value = expression.exact(tile, zero)
+            value = value.expand(*value.shape[:-2], tile.bottom - tile.top, tile.right - tile.left)
+            allowed = (value if self.is_bool else value > self._least()).any(-1)
+            covered = allowed if covered is None else covered | allowed
+            if bool(covered.all()):
+                return True
+        return False
+
+
+def tile_mask(root: Node) -> tuple[TileMask, list[Node]] | None:
+    """Cut a mask's expression out of its graph: (mask, the nodes whose values it is given).
+
+    None where the mask is no expression: given whole, random, or built by an operation that cannot
+    be evaluated on a part.
+    """
+    return _cut_out(root, None)
+
+
+def tile_scores(root: Node, product: Node) -> tuple[TileMask, list[Node]] | None:
+    """The same of scores: what the model makes of queries times keys before softmax."""
+    return _cut_out(root, product)
+
+
+def _cut_out(root: Node, product: Node | None) -> tuple[TileMask, list[Node]] | None:
+    try:
+        plan = Expression(root, product=product).root
+    except NotStatic:
+        return None
+    if plan.kind == "small":
+        return None
+    steps = list(plan.walk())
+    leaves = list(dict.fromkeys(s.node for s in steps if s.kind == "small"))
+    inside = dict.fromkeys(s.node for s in steps if s.kind not in ("small", "product"))
+    if any(node in inside for node in leaves):  # cut in two ways: one of them whole
+        return None
+    for leaf in leaves:
+        if not facts(leaf).single or facts(leaf).meta.numel > _LEAF_LIMIT:
+            return None
+    mask = _copied(plan, leaves, inside, root, product)
+    return (mask, leaves) if _runs(mask, leaves) else None
+
+
+def _copied(
+    plan: Step, leaves: list[Node], inside: dict[Node, None], root: Node, product: Node | None
+) -> TileMask:
+    """A graph of its own: the captured one goes on being rewritten."""
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    for index, leaf in enumerate([*leaves, *([product] if product is not None else ())]):
+        made[leaf] = graph.placeholder("product" if leaf is product else f"leaf_{index}")
+        set_facts(made[leaf], facts(leaf))
+    constants = {s.node: s.detail for s in plan.walk() if s.kind == "constant"}
+    for node in inside:
+        if node in constants:
+            made[node] = graph.call_function(torch.full, ((1, 1), constants[node]))
+        else:  # what only lends a view its shape is left out
+            made[node] = graph.node_copy(node, lambda n: cast(Node, made.get(n)))
+        set_facts(made[node], facts(node))
+    own = None if product is None else made[product]
+    return TileMask(made[root], [made[leaf] for leaf in leaves], own)
+
+
+def _runs(mask: TileMask, leaves: list[Node]) -> bool:
+    """Whether every operation on the way can be evaluated on a part."""
+    try:
+        probe = [
+            torch.zeros(facts(leaf).meta.shape, dtype=facts(leaf).meta.dtype) for leaf in leaves
+        ]
+        shape = facts(mask.root).meta.shape
+        rect = Rect(0, min(2, shape[-2]), 0, min(2, shape[-1]))
+        part = None
+        if mask.product is not None:
+            meta = facts(mask.product).meta
+            part = torch.zeros((*meta.shape[:-2], rect[1], rect[3]), dtype=meta.dtype)
+        mask.values(probe, rect, part)
+    except (NotStatic, RuntimeError, IndexError):
+        return False
+    return True
+
+
+_LEAF_LIMIT = 1 << 26
