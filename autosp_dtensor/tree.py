@@ -1,7 +1,8 @@
 """Nested arguments and results as a flat list of leaves and a hashable structure.
 
 Knows dict, list, tuple, named tuples and dataclasses (so transformers' ModelOutput and a user's own
-output class keep their type). Everything else is a leaf.
+output class keep their type), and flex_attention's BlockMask, whose leaves are what its mask_mod
+has closed over. Everything else is a leaf.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from .closures import is_block_mask, put_together, take_apart, with_mod
 
 __all__ = ["Spec", "flatten", "unflatten"]
 
@@ -37,12 +40,18 @@ def _flatten(tree: Any, leaves: list[Any]) -> Spec:
         return ("namedtuple", kind, tuple(_flatten(child, leaves) for child in tree))
     if isinstance(tree, dict):  # OrderedDict and other subclasses that can be made from pairs
         return ("mapping", (kind, tuple(tree)), tuple(_flatten(c, leaves) for c in tree.values()))
+    if is_block_mask(tree):
+        held: list[Any] = []
+        mod = take_apart(tree.mask_mod, held)
+        sizes = (tuple(tree.seq_lengths), tuple(tree.BLOCK_SIZE))
+        children = tuple(_flatten(each, leaves) for each in held)
+        return ("block mask", (_Shell(tree), mod, sizes), children)
     leaves.append(tree)
     return _LEAF
 
 
 class _Shell:
-    """A dataclass instance to copy when rebuilding; equal to any other of its class."""
+    """An instance to copy when rebuilding; equal to any other of its class."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -76,6 +85,8 @@ def _unflatten(spec: Spec, leaves: Iterator[Any]) -> Any:
     if kind == "mapping":
         cls, keys = detail
         return cls(zip(keys, values, strict=True))
+    if kind == "block mask":
+        return with_mod(detail[0].value, put_together(detail[1], iter(values)))
     cls, names, shell = detail
     if shell is None:
         return cls(**dict(zip(names, values, strict=True)))

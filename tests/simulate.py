@@ -310,10 +310,15 @@ def assert_program_equals_whole(
     *,
     gradients: bool = True,
     sharded: dict[int, Shard] | None = None,
+    reference: Any = None,
     **kwargs: Any,
 ) -> Lowered:
-    """The split program gives the results, states and gradients of one device, on every rank."""
-    reference = copy.deepcopy(target) if isinstance(target, nn.Module) else target
+    """The split program gives the results, states and gradients of one device, on every rank.
+
+    reference: what one device runs, where it is not the target itself.
+    """
+    if reference is None:
+        reference = copy.deepcopy(target) if isinstance(target, nn.Module) else target
     program = lowered(target, args, n, seq_dim, sharded=sharded, **kwargs)
     given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
 

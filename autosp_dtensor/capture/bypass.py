@@ -12,6 +12,8 @@ import torch.utils.checkpoint
 
 from .._torch import AUTOGRAD_FUNCTION_BASE, NON_REENTRANT, CheckpointFunction
 from ..errors import CaptureError
+from . import flash, flex
+from .entries import intercepted
 
 if TYPE_CHECKING:
     from .trace import Recorder
@@ -79,7 +81,10 @@ def patched(recorder: Recorder) -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # one fused call that no rule could split
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            intercepted({**flash.handlers(), **flex.handlers()}, active_recorder),
+        ):
             yield
     finally:
         _ACTIVE.reset(token)

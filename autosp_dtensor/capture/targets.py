@@ -99,6 +99,10 @@ class Opaque(_Wrapped):
 
     without_data: Callable[..., Any]  # set where a user's rule has a fake
 
+    def __init__(self, func: Callable[..., Any], name: str, form: str = "") -> None:
+        super().__init__(func, name)
+        self.form = form  # which attention entry point it is
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.func.apply if isinstance(self.func, type) else self.func
         return call(*args, **kwargs)

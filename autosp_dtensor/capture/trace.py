@@ -22,7 +22,7 @@ from .._torch import (
     no_torch_function,
 )
 from ..errors import CaptureError
-from ..graph import Facts, Meta, Origin, Scope, set_facts, short_name
+from ..graph import Facts, Meta, Origin, Scope, facts, set_facts, short_name
 from .aliasing import Memory, memory_of
 from .bypass import looked_into
 from .ghost import Ghost
@@ -210,6 +210,8 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any],
         result: Any,
         ops: tuple[Any, ...] = (),
+        *,
+        random: bool = False,
     ) -> None:
         refuse_effects(func, args, kwargs, self.where)
         if is_inplace(func) and args and isinstance(args[0], torch.Tensor):
@@ -221,6 +223,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(result, torch.Tensor) and id(result) in self.origin_of:
             return
         node = self._call(func, args, kwargs, outs, ops, single=isinstance(result, torch.Tensor))
+        if random:
+            set_facts(node, facts(node).having(random=True))
         if isinstance(result, torch.Tensor):
             self._remember(result, node)
             return
@@ -357,20 +361,34 @@ class Recorder(TorchFunctionMode):
         finally:
             self._checkpoints -= 1
 
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call one of the package's own functions and record it as one node."""
+        start = len(self.aten.ops)
+        with no_torch_function():
+            result = func(*args, **kwargs)
+        del self.aten.ops[start:]
+        self.record(func, args, kwargs, result)
+        return result
+
     def record_tap(self, tap: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return self.opaque(tap, tap, tuple(tensors), {}, name=tap.__name__)
 
-    def opaque(self, target, run, args, kwargs, name: str, fake=None):
-        """Run something that is not to be looked into, and record it as one node."""
+    def opaque(
+        self, target, run, args, kwargs, name: str, fake=None, *, form: str = "", random=False
+    ):
+        """Run something that is not to be looked into, and record it as one node.
+
+        form: which attention entry point it is. random: whether it draws.
+        """
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)
         start = len(self.aten.ops)
         with no_torch_function():
             result = run(*args, **kwargs)
         del self.aten.ops[start:]
-        opaque = Opaque(target, name)
+        opaque = Opaque(target, name, form)
         if fake is not None:
             opaque.without_data = fake
-        self.record(opaque, args, kwargs, result)
+        self.record(opaque, args, kwargs, result, random=random)
         return result
 
     # -- where --------------------------------------------------------------------------------

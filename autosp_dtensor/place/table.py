@@ -37,7 +37,7 @@ def find_rule(target: Callable[..., Any], name: str, known: Facts) -> Rule | Non
         if each is not None and each in USER_RULES:
             return USER_RULES[each]
     if isinstance(target, Opaque):
-        return None
+        return attention.FLASH if target.form else None
     if _is_torch(target) and name in _BY_NAME:
         return _BY_NAME[name]
     ops = known.aten

@@ -1,5 +1,5 @@
 """Attention: each entry point is a form, each way to split it a strategy."""
 
-from .rule import RULES
+from .rule import FLASH, RULES
 
-__all__ = ["RULES"]
+__all__ = ["FLASH", "RULES"]

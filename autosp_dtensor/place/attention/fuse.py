@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from ...capture.flex import flex_weights
 from ...capture.targets import UnderAutocast
-from ...graph import Meta, facts, set_facts, short_name
+from ...graph import facts, set_facts, short_name
 from ..masks import MASKED_BELOW, Pattern, Softmax, tiled_attention
 from .masking import MaskSearch
 from .products import Product, as_product, split_baddbmm
@@ -47,31 +48,57 @@ def fuse_attention(graph: Graph, masks: MaskSearch) -> Graph:
     """Rewrite each hand-written attention that qualifies; values change by rounding."""
     split_baddbmm(graph)
     for node in list(graph.nodes):
-        if node.op == "call_function" and short_name(node.target) == "softmax":
-            if _is_last_dim(node):
-                _fuse(graph, node, masks)
+        if node.op != "call_function":
+            continue
+        name = short_name(node.target)
+        if name == "softmax" and _is_last_dim(node):
+            found = _by_hand(node)
+        elif node.target is flex_weights:
+            found = _by_flex(node)
+        else:
+            continue
+        if found is not None and not _as_kernel(graph, found, masks):
+            _as_strips(graph, found, masks)
     graph.lint()
     return graph
 
 
-def _fuse(graph: Graph, softmax: Node, masks: MaskSearch) -> None:
+@dataclass(frozen=True)
+class _Attention:
+    """What makes weights of scores, and what is made with them.
+
+    at: the node that takes scores. casts: of weights. dtype: that softmax is asked to work in.
+    """
+
+    scores: Any
+    at: Node
+    after: Product
+    casts: list[Node] = field(default_factory=list)
+    dropout_p: float = 0.0
+    dtype: torch.dtype | None = None
+    stats: tuple[str, ...] = ()
+
+
+def _by_hand(softmax: Node) -> _Attention | None:
     casts: list[Node] = []
     final, dropout_p = _walk_forward(softmax, casts)
     if final is None or isinstance(softmax.target, UnderAutocast):
-        return
+        return None
     after = as_product(final)
-    if after is None or after.left is not _last(softmax, casts, final):
-        return
-    simple = _walk_back(softmax.args[0])
-    if simple is not None and simple.product is not None:
-        before = as_product(simple.product)
-        if before is not None and _as_kernel(graph, softmax, simple, before, after, casts,
-                                             dropout_p, masks):  # fmt: skip
-            return
-    _as_strips(graph, softmax, after, casts, dropout_p, masks)
+    if after is None or after.left is not _last(softmax, final):
+        return None
+    dtype: Any = softmax.kwargs.get("dtype")
+    return _Attention(softmax.args[0], softmax, after, casts, dropout_p, dtype)
 
 
-def _last(softmax: Node, casts: list[Node], final: Node) -> Any:
+def _by_flex(node: Node) -> _Attention:
+    scores, value = node.args
+    assert isinstance(scores, Node) and isinstance(value, Node)
+    stats: Any = node.kwargs.get("stats", ())
+    return _Attention(scores, node, Product(node, scores, value), stats=stats)
+
+
+def _last(softmax: Node, final: Node) -> Any:
     """What the last product takes as weights."""
     node = softmax
     while final not in node.users:
@@ -79,19 +106,11 @@ def _last(softmax: Node, casts: list[Node], final: Node) -> Any:
     return node
 
 
-def _as_kernel(
-    graph: Graph,
-    softmax: Node,
-    scores: _Scores,
-    before: Product,
-    after: Product,
-    casts: list[Node],
-    dropout_p: float,
-    masks: MaskSearch,
-) -> bool:
+def _as_kernel(graph: Graph, found: _Attention, masks: MaskSearch) -> bool:
     """One scaled_dot_product_attention, where its arguments say all of it."""
-    query, key, value = before.left, before.right, after.right
-    if scores.scale <= 0 or not _fits(query, key, value, [softmax, *scores.casts, *casts]):
+    scores = None if found.stats else _walk_back(found.scores)
+    before = None if scores is None else as_product(scores.product)
+    if scores is None or before is None or not before.is_plain or scores.scale <= 0:
         return False
     patterns = [masks.pattern(mask.node) for mask in scores.masks]
     known_masks = all(pattern is not None for pattern in patterns)
@@ -99,73 +118,79 @@ def _as_kernel(
         masks.tiles(mask.node) is not None and _forbids_wholly(mask) for mask in scores.masks
     ):
         return False
-    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": False, "scale": scores.scale}
-    options["is_causal"] = known_masks and Pattern.CAUSAL in patterns
-    final = after.node
+    options: dict[str, Any] = {
+        "dropout_p": found.dropout_p,
+        "is_causal": known_masks and Pattern.CAUSAL in patterns,
+        "scale": scores.scale,
+    }
+    final = found.after.node
     with graph.inserting_before(final):
-        q, k, v = before.left_last(graph), before.right_last(graph), after.right_rows(graph)
+        operands = _operands(graph, before, found.after)
+        softmax = () if found.at is final else (found.at,)
+        if operands is None or _in_fewer_bits(operands[0], [*softmax, *scores.casts, *found.casts]):
+            return False
         if not known_masks:
             options["attn_mask"] = _all_allowed(graph, scores.masks)
-        if _is_shared(facts(q).meta, facts(k).meta):
+        if _is_shared(*operands[:2]):
             options["enable_gqa"] = True
-        fused = graph.call_function(F.scaled_dot_product_attention, (q, k, v), options)
-        meta = replace(
-            facts(final).meta, shape=(*facts(q).meta.shape[:-1], facts(v).meta.shape[-1])
-        )
-        random = dropout_p > 0
-        set_facts(fused, replace(facts(final), outs=(meta,), random=random, aten=()))
-        result = after.in_order(graph, fused)
-    final.replace_all_uses_with(result)
+        _replace(graph, found, F.scaled_dot_product_attention, operands, (), options)
     return True
 
 
-def _as_strips(
-    graph: Graph,
-    softmax: Node,
-    after: Product,
-    casts: list[Node],
-    dropout_p: float,
-    masks: MaskSearch,
-) -> None:
+def _as_strips(graph: Graph, found: _Attention, masks: MaskSearch) -> None:
     """Scores that no kernel knows: made, changed as the model does, and used strip by strip."""
-    scores: Any = softmax.args[0]
-    before = _only_product(scores)
-    if before is None or not before.is_plain or not _is_private(before.node, softmax):
+    before = _only_product(found.scores)
+    if before is None or not before.is_plain or not _is_private(before.node, found.at):
         return
-    if isinstance(before.node.target, UnderAutocast) or isinstance(
-        after.node.target, UnderAutocast
-    ):
+    if isinstance(found.after.node.target, UnderAutocast):
         return
-    q, k, v = (facts(n).meta for n in (before.left, before.right, after.right))
-    if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
+    tiles = masks.score_tiles(found.scores, before.node)
+    if tiles is None:
         return
-    found = masks.score_tiles(scores, before.node)
-    if found is None:
-        return
-    expression, leaves = found
-    dtype: Any = softmax.kwargs.get("dtype")
-    weights = facts(casts[-1]).meta.dtype if casts else None
-    final = after.node
-    with graph.inserting_before(final):
-        query, key, value = (
-            before.left_last(graph),
-            before.right_last(graph),
-            after.right_rows(graph),
-        )
-        q, k, v = (facts(n).meta for n in (query, key, value))
-        shared = _is_shared(q, k)
-        if k.shape[:-2] != v.shape[:-2] or not (q.shape[:-2] == k.shape[:-2] or shared):
+    weights = facts(found.casts[-1]).meta.dtype if found.casts else None
+    options: dict[str, Any] = {
+        "mask": tiles[0],
+        "softmax": Softmax(found.dtype, weights, found.stats),
+    }
+    with graph.inserting_before(found.after.node):
+        operands = _operands(graph, before, found.after)
+        if operands is None:
             return
-        options: dict[str, Any] = {"mask": expression, "softmax": Softmax(dtype, weights)}
-        if shared:
+        if _is_shared(*operands[:2]):
             options["enable_gqa"] = True
-        if dropout_p:
-            options["dropout_p"] = dropout_p
-        fused = graph.call_function(tiled_attention, (query, key, value, *leaves), options)
-        meta = replace(facts(final).meta, shape=(*q.shape[:-1], v.shape[-1]))
-        set_facts(fused, replace(facts(final), outs=(meta,), random=dropout_p > 0, aten=()))
-        result = after.in_order(graph, fused)
-    final.replace_all_uses_with(result)
+        if found.dropout_p:
+            options["dropout_p"] = found.dropout_p
+        _replace(graph, found, tiled_attention, operands, tuple(tiles[1]), options)
+
+
+def _operands(graph: Graph, before: Product, after: Product) -> tuple[Node, Node, Node] | None:
+    """Queries, keys and values [.., H, S, D]; None where no kernel takes them together."""
+    given = before.left, before.right, after.right
+    q, k, v = (facts(n).meta for n in given)
+    if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
+        return None
+    query, key, value = before.left_last(graph), before.right_last(graph), after.right_rows(graph)
+    q, k, v = (facts(n).meta.shape for n in (query, key, value))
+    if not (len(q) == len(k) == len(v) and len(q) in (3, 4)) or k[:-2] != v[:-2]:
+        return None
+    return (query, key, value) if q[:-2] == k[:-2] or _is_shared(query, key) else None
+
+
+def _replace(
+    graph: Graph,
+    found: _Attention,
+    target: Any,
+    operands: tuple[Node, Node, Node],
+    leaves: tuple[Node, ...],
+    options: dict[str, Any],
+) -> None:
+    final = found.after.node
+    fused = graph.call_function(target, (*operands, *leaves), options)
+    q, v = facts(operands[0]).meta.shape, facts(operands[2]).meta.shape
+    meta = replace(facts(final).meta, shape=(*q[:-1], v[-1]))
+    outs = (meta, *facts(final).outs[1:])
+    set_facts(fused, replace(facts(final), outs=outs, random=found.dropout_p > 0, aten=()))
+    final.replace_all_uses_with(found.after.in_order(graph, fused))
 
 
 def _only_product(scores: Any) -> Product | None:
@@ -191,18 +216,18 @@ def _only_product(scores: Any) -> Product | None:
     return found[0] if len(found) == 1 else None
 
 
-def _is_private(product: Node, softmax: Node) -> bool:
+def _is_private(product: Node, at: Node) -> bool:
     """Whether scores are used for softmax alone, on whatever way."""
     todo, seen = [product], set()
     while todo:
         node = todo.pop()
-        if node in seen or node is softmax:
+        if node in seen or node is at:
             continue
         seen.add(node)
         if node.op == "output" or (node is not product and as_product(node) is not None):
             return False
         # Past softmax's argument there is nothing but softmax.
-        if not node.users or node > softmax:
+        if not node.users or node > at:
             return False
         todo.extend(node.users)
     return True
@@ -233,21 +258,17 @@ def _is_last_dim(softmax: Node) -> bool:
     return dim in (-1, len(facts(softmax).meta.shape) - 1)
 
 
-def _fits(query: Node, key: Node, value: Node, floats: list[Node]) -> bool:
-    """Same dtype, nothing in fewer bits between, three or four dims."""
-    q, k, v = (facts(n).meta for n in (query, key, value))
-    if not (len(q.shape) == len(k.shape) == len(v.shape) and len(q.shape) in (3, 4)):
-        return False
-    if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
-        return False
+def _in_fewer_bits(query: Node, floats: list[Node]) -> bool:
+    """Whether something between is computed less exactly than the queries are given."""
     dtypes = [facts(n).meta.dtype for n in floats]
-    least = torch.finfo(q.dtype).bits
-    return all(d.is_floating_point and torch.finfo(d).bits >= least for d in dtypes)
+    least = torch.finfo(facts(query).meta.dtype).bits
+    return not all(d.is_floating_point and torch.finfo(d).bits >= least for d in dtypes)
 
 
-def _is_shared(q: Meta, k: Meta) -> bool:
+def _is_shared(query: Node, key: Node) -> bool:
     """One key head for all query heads, by broadcasting."""
-    return len(q.shape) == 4 and k.shape[-3] == 1 and q.shape[:-3] == k.shape[:-3]
+    q, k = facts(query).meta.shape, facts(key).meta.shape
+    return len(q) == 4 and k[-3] == 1 and q[-3] > 1 and q[:-3] == k[:-3]
 
 
 def _walk_back(start: Any) -> _Scores | None:

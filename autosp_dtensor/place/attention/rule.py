@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 from ...placement import Shard
 from ..rule import FactorRule, Local, Op, Option, Rule
 from . import torch_forms
+from .flash_forms import flash_form
 from .form import Form
 from .heads import Heads
 from .strategy import AttentionOption, Strategy
 
-__all__ = ["RULES", "STRATEGIES", "AttentionRule"]
+__all__ = ["FLASH", "RULES", "STRATEGIES", "AttentionRule"]
 
 # A strategy is one file; the placer takes the option that sends least.
 STRATEGIES: tuple[Strategy, ...] = (Heads(),)
@@ -48,3 +49,4 @@ class AttentionRule(Rule):
 
 
 RULES: dict[str, Rule] = {name: AttentionRule(form) for name, form in torch_forms.FORMS.items()}
+FLASH = AttentionRule(flash_form)

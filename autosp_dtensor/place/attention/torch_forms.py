@@ -43,6 +43,14 @@ def _tiled(op: Op) -> Form:
     return Form(Factors(ins, ((*lead, "m", None), *stats), frozenset()), group, None, own=True)
 
 
+def _weights(op: Op) -> Form:
+    """flex_weights: scores [B, H, S, T], value [B, H, T, E]; local on all that softmax is."""
+    lead = ("i0", HEADS)
+    outs = ((*lead, "m", None), *((*lead, "m") for _ in op.outs[1:]))
+    local = frozenset((*lead, "m"))
+    return Form(Factors(((*lead, "m", "t"), (*lead, "t", None)), outs, local, prefer=(HEADS,)))
+
+
 def _lead(rank: int, group: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of what stands before [S, D], in queries and in keys."""
     if rank < 3:
@@ -67,4 +75,5 @@ def _no_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: 
 FORMS: dict[str, Callable[[Op], Form]] = {
     "scaled_dot_product_attention": _kernel,
     "tiled_attention": _tiled,
+    "flex_weights": _weights,
 }
