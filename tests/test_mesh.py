@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ import autosp_dtensor as autosp
 from autosp_dtensor.errors import MeshError, UsageError
 from autosp_dtensor.mesh import sp_mesh
 from tests.run.fake_group import fake_mesh
+
+
+def text_of(error: Any) -> str:
+    return re.sub(r"\.py:\d+", ".py:LINE", str(error.value))
 
 
 def _sizes(mesh: Any) -> tuple[int, ...]:
@@ -29,8 +34,9 @@ def test_sequence_mesh_is_the_axis_of_that_name() -> None:
 def test_mesh_without_the_axis_is_refused_with_this_text() -> None:
     with fake_mesh(2, 2, names=("dp", "cp")) as mesh, pytest.raises(MeshError) as error:
         autosp.parallelize(nn.Linear(2, 2), mesh)
-    assert str(error.value) == (
+    assert text_of(error) == (
         "the mesh has no axis 'sp'.\n"
+        "  where parallelize (test_mesh.py:LINE)\n"
         "  have  axes ('dp', 'cp') of sizes (2, 2)\n"
         "  why   sequences are split over that axis\n"
         '  fix   init_device_mesh(..., mesh_dim_names=("dp", "sp")), or pass sp_axis='
@@ -40,8 +46,11 @@ def test_mesh_without_the_axis_is_refused_with_this_text() -> None:
 def test_something_else_than_a_mesh_is_refused_with_this_text() -> None:
     with pytest.raises(MeshError) as error:
         autosp.parallelize(nn.Linear(2, 2), 4)  # type: ignore[arg-type]
-    assert str(error.value) == (
+    assert text_of(error) == (
         "parallelize needs a DeviceMesh, got int.\n"
+        "  where parallelize (test_mesh.py:LINE)\n"
+        "  have  4\n"
+        "  why   it tells which ranks share a sequence\n"
         '  fix   mesh = init_device_mesh("cuda", (dp, sp), mesh_dim_names=("dp", "sp"))'
     )
 
@@ -103,15 +112,47 @@ def test_sequence_alone_reads_all_rows() -> None:
 def _refused(*args: Any, **kwargs: Any) -> str:
     with fake_mesh(2, 2, names=("dp", "sp")) as mesh, pytest.raises(UsageError) as error:
         autosp.parallelize(*args, mesh, **kwargs)
-    return str(error.value)
+    return text_of(error)
 
 
 def test_arguments_are_checked_with_these_texts() -> None:
-    assert _refused(3) == "parallelize takes a module or a callable, got int."
-    assert _refused(nn.Linear(2, 2), seq_dim=-1) == (
-        "seq_dim is a dim counted from the left, got -1.\n  fix   1 for [B, S], 0 for [S, B]"
+    assert _refused(3) == (
+        "parallelize takes a module or a callable, got int.\n"
+        "  where parallelize (test_mesh.py:LINE)\n"
+        "  have  3\n"
+        "  why   there is no forward to trace\n"
+        "  fix   pass the model itself, or a function of tensors such as a loss function"
     )
-    assert _refused(nn.Linear(2, 2), dp_axis="sp") == "sp_axis and dp_axis are both 'sp'."
+    assert _refused(nn.Linear(2, 2), seq_dim=-1) == (
+        "seq_dim is a dim counted from the left, got -1.\n"
+        "  where parallelize (test_mesh.py:LINE)\n"
+        "  have  seq_dim=-1\n"
+        "  why   all inputs have the sequence at the same place from the left\n"
+        "  fix   1 for [B, S], 0 for [S, B]"
+    )
+    assert _refused(nn.Linear(2, 2), dp_axis="sp") == (
+        "sp_axis and dp_axis are both 'sp'.\n"
+        "  where parallelize (test_mesh.py:LINE)\n"
+        "  have  axes ('dp', 'sp') of sizes (2, 2)\n"
+        "  why   ranks of the one share a sequence, ranks of the other have rows of their own\n"
+        "  fix   name two axes; a mesh without a data axis needs no dp_axis="
+    )
+
+
+@pytest.mark.parametrize("check_ranks", [1, None, "yes"])
+def test_check_ranks_is_true_or_false(check_ranks: Any) -> None:
+    text = _refused(nn.Linear(2, 2), check_ranks=check_ranks)
+    assert text.startswith(
+        f"check_ranks is True or False, got {check_ranks!r}.\n  where parallelize ("
+    )
+
+
+@pytest.mark.parametrize("seq_dim", [-1, True, 1.0, "1", None])
+def test_seq_dim_is_a_number_from_the_left(seq_dim: Any) -> None:
+    text = _refused(nn.Linear(2, 2), seq_dim=seq_dim)
+    assert text.startswith(
+        f"seq_dim is a dim counted from the left, got {seq_dim!r}.\n  where parallelize ("
+    )
 
 
 def test_module_is_parallelized_once() -> None:
@@ -120,8 +161,10 @@ def test_module_is_parallelized_once() -> None:
         autosp.parallelize(model, mesh)
         with pytest.raises(MeshError) as error:
             autosp.parallelize(model, mesh)
-        assert str(error.value) == (
+        assert text_of(error) == (
             "the model is parallelized already.\n"
+            "  where parallelize (test_mesh.py:LINE)\n"
+            "  have  parallelized: the model\n"
             "  why   its sequence would be split twice\n"
             "  fix   call parallelize once, on the outermost module that takes whole sequences"
         )
@@ -138,8 +181,10 @@ def test_module_on_the_meta_device_is_refused_with_this_text() -> None:
         autosp.parallelize(model, mesh, check_ranks=False)
         with pytest.raises(MeshError) as error:
             model(torch.zeros(1, 4, dtype=torch.int64))
-    assert str(error.value) == (
+    assert text_of(error) == (
         "parameter weight is on the meta device.\n"
+        "  where Embedding\n"
+        "  have  parameter weight on meta, input 0 on cpu\n"
         "  why   it has no data\n"
         '  fix   materialize the model first: model.to_empty(device="cuda"), then initialize it'
     )

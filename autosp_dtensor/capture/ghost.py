@@ -128,6 +128,7 @@ class _States:
             if isinstance(tensor, DTensor) and key not in self.dtypes:
                 raise MeshError(
                     f"parameter {path} is a DTensor on {tensor.device_mesh}.",
+                    where=path,
                     have=f"{tuple(tensor.shape)} {tensor.placements}",
                     why="its placement on that mesh is not FSDP2's, and programs are split over "
                     "sp alone",
@@ -150,6 +151,8 @@ def _fake(
     if isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):
         raise CaptureError(
             f"'{name}' is a DTensor that is neither a parameter nor an input.",
+            where=name,
+            have=f"{tuple(tensor.shape)} {tensor.placements} on {tensor.device_mesh}",
             why="its placement on its own mesh cannot be combined with the placement on sp",
             fix="keep it as a plain tensor, or pass it to forward",
         )
@@ -262,6 +265,7 @@ def _changed_inside(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
             raise CaptureError(
                 f"forward changes the {type(container).__name__} 'self.{name}' in place.",
                 where=path or type(ghost.live).__name__,
+                have=f"after the trace, {_amount(now)}; before it, {_amount(items)}",
                 why="a traced program runs without the model's Python, so the change would be made "
                 "once instead of at every call",
                 fix="return the value from forward, or assign a new object to the attribute",
@@ -269,6 +273,11 @@ def _changed_inside(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
         for key, value in now.items():
             if items.get(key, _MISSING) != value:
                 yield path, f"{name}.{key}", value
+
+
+def _amount(items: Any) -> str:
+    """How much `contents_now` found; what it found can differ by rank."""
+    return f"{items[0] if isinstance(items, tuple) else len(items)} entries"
 
 
 _OWN = {"_parameters", "_buffers", "_modules", "forward"}

@@ -350,11 +350,14 @@ def test_sequence_shorter_than_the_axis_is_refused_with_this_text() -> None:
         with torch.no_grad():
             assert model(IDS[:, :3]).shape == (2, 3, 8)
     assert str(error.value) == (
-        "a sequence of 3 is shorter than mesh axis 'sp' (size 4).\n"
+        "dim 1 of the inputs has 3 entries, fewer than mesh axis 'sp' has ranks (4).\n"
+        "  node  Model\n"
         "  have  i64[2, 3]\n"
-        "  why   every rank holds at least one token\n"
-        "  fix   use a smaller sp, or longer (packed) sequences; under torch.no_grad() short calls "
-        "run unsharded"
+        "  why   dim 1 is taken as the sequence (seq_dim=1), and every rank holds at least one "
+        "entry of it\n"
+        "  fix   if it is the sequence, use a smaller sp, or longer (packed) sequences; if it is "
+        "not (the channels of images), pass seq_dim=; under torch.no_grad() short calls run "
+        "unsharded"
     )
 
 

@@ -1,0 +1,165 @@
+"""Python that reads values, and what acts outside of the program, is refused by the line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosp_dtensor.errors import CaptureError
+from tests.capture.tracing import Model, line, refused, same, traced
+
+_WHY = "  why   the program is traced once, without data, and must be the same on every rank\n"
+_FIX = (
+    "  fix   use torch.where or a mask of fixed shape instead, or pass the value to forward as a "
+    "Python number"
+)
+
+
+def test_item_is_refused_with_this_text() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return x / x.abs().max().item()
+
+    assert refused(body) == (
+        "Python reads the value of a tensor: item().\n"
+        f"  node  test_reads.py:{line(body, 1)}\n  have  arg 0 f64[]\n{_WHY}{_FIX}"
+    )
+
+
+def test_branch_on_a_tensor_is_refused_with_this_text() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.linear(x)
+        if (y > 0).any():
+            y = y * 2
+        return y
+
+    assert refused(body) == (
+        "Python reads the value of a tensor: bool().\n"
+        f"  node  test_reads.py:{line(body, 2)}\n  have  arg 0 bool[]\n{_WHY}{_FIX}"
+    )
+
+
+def test_nonzero_is_refused_with_this_text() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return x.nonzero()
+
+    assert refused(body) == (
+        "a shape depends on the value of a tensor: nonzero().\n"
+        f"  node  test_reads.py:{line(body, 1)}\n  have  arg 0 f64[2, 12, 8]\n{_WHY}{_FIX}"
+    )
+
+
+READING: dict[str, Callable[[Tensor], Any]] = {
+    "int": lambda x: int(x.sum()),
+    "float": lambda x: float(x.sum()),
+    "complex": lambda x: complex(x.sum()),
+    "tolist": lambda x: x[0, 0].tolist(),
+    "numpy": lambda x: x.detach().numpy(),
+    "while": lambda x: [0 for _ in range(3) if x.sum() > 0],
+    "equal": lambda x: torch.equal(x, x * 1),
+    "allclose": lambda x: torch.allclose(x, x * 1),
+    "index": lambda x: [1, 2, 3][x.long().sum()],
+    "range": lambda x: range(x.long().sum()),
+    "mask": lambda x: x[x > 0],
+    "unique": lambda x: x.unique(),
+    "where": lambda x: torch.where(x > 0),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "repeats": lambda x: x.repeat_interleave((x[0, :, 0] > 0).long(), 1),
+    "slice": lambda x: x[:, : (x > 0).sum()],
+    "max of two": lambda x: max(x.sum(), x.mean()),
+    "format": lambda x: f"{x.sum():.3f}",
+    "assert": lambda x: _checked(x),
+    "bincount": lambda x: x.flatten().long().abs().bincount(),
+}
+
+
+def _checked(x: Tensor) -> Tensor:
+    assert not x.isnan().any()
+    return x
+
+
+@pytest.mark.parametrize("name", READING)
+def test_reading_a_value_is_refused_by_the_line(name: str) -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        return READING[name](x)
+
+    text = refused(body)
+    assert re.search(r"\n  node  test_reads\.py:\d+\n", text), text
+    assert "value" in text.split("\n")[0] and "\n  fix   " in text
+
+
+def test_shapes_and_metadata_can_be_read() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        assert x.dim() == 3 and x.numel() == batch * length * width and x.is_floating_point()
+        assert len(x) == batch and x.size(1) == length and x.dtype == torch.float64
+        assert x.device.type == "cpu" and x.requires_grad and not x.is_complex()
+        return x.view(batch * length, -1) * length / torch.finfo(x.dtype).bits
+
+    same(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("register_hook", lambda m, x: x.register_hook(lambda g: g)),
+        ("retain_grad", lambda m, x: x.retain_grad()),
+        ("backward", lambda m, x: x.sum().backward()),
+    ],
+)
+def test_calls_that_act_outside_the_program_are_refused(name: str, body: Any) -> None:
+    assert refused(body).startswith(f"forward calls {name}() on a tensor.\n")
+
+
+def test_generator_of_the_models_own_is_refused() -> None:
+    """It would go on from call to call, where on one device it starts anew."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        fixed = torch.Generator().manual_seed(0)
+        return x * torch.randn(8, generator=fixed)
+
+    assert "enerator" in refused(body).split("\n")[0]
+
+
+def test_gradient_inside_forward_is_refused() -> None:
+    refused(lambda m, x: torch.autograd.grad(x.square().sum(), x, create_graph=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_function_transform_is_refused_with_the_way_out() -> None:
+    text = refused(lambda m, x: torch.vmap(lambda row: row.softmax(-1))(x))
+    assert text.split("\n")[0] == (
+        "a tensor (2, 12, 8) was made where the tracer could not see it."
+    )
+    assert "autosp.register_rule(fn, ...)" in text
+
+
+def test_error_of_the_models_own_is_left_as_it_is() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        traced(Model(body))
+
+
+def test_backward_hook_on_a_module_is_refused() -> None:
+    model = Model(lambda m, x: m.linear(x))
+    model.linear.register_full_backward_hook(lambda *a: None)
+    with pytest.raises(CaptureError, match="a module has a backward hook"):
+        traced(model)
+
+
+def test_forward_hooks_stand_in_the_graph_and_do_not_run_while_tracing() -> None:
+    model = Model(lambda m, x: m.linear(x).exp())
+    ran: list[str] = []
+    model.linear.register_forward_pre_hook(lambda m, a: ran.append("before"))
+    model.linear.register_forward_hook(lambda m, a, o: ran.append("after"))
+    captured = traced(model)
+    names = [n.target.__name__ for n in captured.graph.nodes if n.op == "call_function"]
+    names = [name for name in names if name != "getitem"]
+    assert names == ["embedding", "hooks_before", "linear", "hooks_after", "exp"]
+    assert ran == []
