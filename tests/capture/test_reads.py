@@ -6,9 +6,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from autosp_dtensor.errors import CaptureError
 from tests.capture.tracing import Model, line, refused, same, traced
@@ -58,6 +63,8 @@ READING: dict[str, Callable[[Tensor], Any]] = {
     "float": lambda x: float(x.sum()),
     "complex": lambda x: complex(x.sum()),
     "tolist": lambda x: x[0, 0].tolist(),
+    "tolist of one": lambda x: x.sum().tolist(),
+    "asarray": lambda x: numpy.asarray(x.detach()),
     "numpy": lambda x: x.detach().numpy(),
     "while": lambda x: [0 for _ in range(3) if x.sum() > 0],
     "equal": lambda x: torch.equal(x, x * 1),
@@ -88,8 +95,24 @@ def test_reading_a_value_is_refused_by_the_line(name: str) -> None:
         return READING[name](x)
 
     text = refused(body)
-    assert re.search(r"\n  node  test_reads\.py:\d+\n", text), text
+    assert re.search(r"\n  node  test_reads\.py:\d+\n  have  arg 0 \w+\[", text), text
     assert "value" in text.split("\n")[0] and "\n  fix   " in text
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [("int", "int()"), ("float", "float()"), ("complex", "complex()"), ("tolist", "tolist()"),
+     ("tolist of one", "tolist()"), ("numpy", "numpy()"), ("while", "bool()"),
+     ("index", "its use as an index"), ("mask", "indexing"), ("format", "format()"),
+     ("asarray", "numpy.asarray()"), ("unique", "unique()")],
+)  # fmt: skip
+def test_reading_is_named_as_it_was_called(name: str, called: str) -> None:
+    first = refused(lambda m, x: READING[name](x)).split("\n")[0]
+    assert first.endswith(f" the value of a tensor: {called}.")
+
+
+def test_number_that_was_made_a_tensor_can_be_read() -> None:
+    same(lambda m, x: x * torch.tensor(3).tolist())
 
 
 def test_shapes_and_metadata_can_be_read() -> None:
@@ -107,12 +130,68 @@ def test_shapes_and_metadata_can_be_read() -> None:
     ("name", "body"),
     [
         ("register_hook", lambda m, x: x.register_hook(lambda g: g)),
+        (
+            "register_post_accumulate_grad_hook",
+            lambda m, x: m.linear.weight.register_post_accumulate_grad_hook(lambda p: None),
+        ),
         ("retain_grad", lambda m, x: x.retain_grad()),
         ("backward", lambda m, x: x.sum().backward()),
     ],
 )
 def test_calls_that_act_outside_the_program_are_refused(name: str, body: Any) -> None:
-    assert refused(body).startswith(f"forward calls {name}() on a tensor.\n")
+    text = refused(body)
+    assert text.startswith(f"forward calls {name}() on a tensor.\n  node  "), text
+    assert "\n  have  arg 0 f64[" in text, text
+
+
+def test_hook_on_a_gradients_node_is_refused() -> None:
+    text = refused(lambda m, x: x.exp().grad_fn.register_hook(lambda i, o: None))
+    assert text.startswith("forward takes grad_fn of a tensor.\n")
+    assert "a forward hook of the module" in text
+
+
+@pytest.mark.filterwarnings("error")
+def test_hook_on_a_tensor_in_a_hook_on_all_modules_is_refused_alike() -> None:
+    """It runs on the tracer's tensors; torch calls hooks again to clean up after an error."""
+    hook = register_module_forward_hook(lambda m, a, out: out.register_hook(lambda g: g) and None)
+    try:
+        text = refused(lambda m, x: m.linear(x))
+    finally:
+        hook.remove()
+    assert text.startswith("forward calls register_hook() on a tensor.\n  node  embedding (")
+
+
+@pytest.mark.filterwarnings("error")
+def test_error_in_a_hook_before_a_module_is_left_as_it_is() -> None:
+    def hook(module: nn.Module, args: Any) -> None:
+        if isinstance(module, Model):
+            raise KeyError("mine")
+
+    handle = register_module_forward_pre_hook(hook)
+    try:
+        with pytest.raises(KeyError, match="mine"):
+            traced(Model(lambda m, x: m.linear(x)))
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_are_refused_with_the_reason(kind: Any) -> None:
+    model = Model(lambda m, x: m.memory(x)[0])
+    model.memory = kind(8, 8, batch_first=True).double()
+    with pytest.raises(CaptureError) as error:
+        traced(model)
+    text = str(error.value)
+    assert text.startswith(
+        f"{kind.__name__} goes through a sequence token by token.\n  node  memory (test_reads.py:"
+    )
+    assert "\n  have  arg 0 f64[2, 12, 8]\n  why   each token needs the state" in text
+
+
+def test_recurrent_module_that_is_not_called_is_no_matter() -> None:
+    model = Model(lambda m, x: m.linear(x))
+    model.memory = nn.LSTM(8, 8).double()
+    traced(model)
 
 
 def test_generator_of_the_models_own_is_refused() -> None:
