@@ -18,6 +18,7 @@ from ..tree import unflatten
 from .bypass import patched
 from .call import Call, name_of, read_call, refuse_opaque, state_key, state_text
 from .ghost import Ghost, changed_attributes, make_ghost
+from .kept import Made, refuse_kept
 from .snapshot import Spy, Watch
 from .template import Template
 from .trace import Recorder
@@ -69,6 +70,13 @@ def capture(call: Call) -> Captured:
             repeat.
     """
     refuse_opaque(call)
+    captured, made = _trace(call)
+    refuse_kept(made, call.name)
+    return captured
+
+
+def _trace(call: Call) -> tuple[Captured, list[Made]]:
+    """The program, and the tensors of the trace, none of which it holds."""
     fake_mode = FakeTensorMode()
     ghost = make_ghost(call.target, fake_mode) if isinstance(call.target, nn.Module) else None
     recorder = Recorder(fake_mode, ghost)
@@ -106,7 +114,8 @@ def capture(call: Call) -> Captured:
         )
     if ghost is not None:
         ghost.reads = reads
-    return _finish(recorder, ghost, call.target, result, fake_mode)
+    captured = _finish(recorder, ghost, call.target, result, fake_mode)
+    return captured, recorder.release()
 
 
 def _fake_input(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -154,7 +163,7 @@ def _finish(
     recorder.graph.lint()
     return Captured(
         recorder.graph,
-        template,
+        template.without_tensors(),
         recorder.calls,
         writes,
         sets,

@@ -22,7 +22,7 @@ from .._torch import (
 )
 from ..errors import CaptureError, MeshError
 from ..graph import Origin
-from .snapshot import Watch, contents, contents_now, spied_class
+from .snapshot import Watch, contents, contents_now, spied_class, tensors_now
 
 __all__ = ["Ghost", "changed_attributes", "make_ghost"]
 
@@ -40,7 +40,7 @@ class Ghost:
     tensors: list[torch.Tensor] = field(default_factory=list)
     paths: dict[int, str] = field(default_factory=dict)
     attributes: dict[int, dict[str, Any]] = field(default_factory=dict)
-    inner: list[tuple[Any, Any, str, str]] = field(default_factory=list)
+    inner: list[tuple[Any, Any, Any, str, str]] = field(default_factory=list)
     reads: set[tuple[int, str]] = field(default_factory=set)
 
     def remember(self) -> None:
@@ -51,7 +51,10 @@ class Ghost:
             for name, value in module.__dict__.items():
                 if name in _OWN or name in module_hook_dicts():
                     continue
-                self.inner.extend((c, items, path, name) for c, items in contents(value, seen))
+                self.inner.extend(
+                    (each, items, tensors_now(each), path, name)
+                    for each, items in contents(value, seen)
+                )
 
     def watch(self) -> Watch:
         """The live attributes that forward has read, with the values that they have."""
@@ -256,8 +259,17 @@ def changed_attributes(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
 def _changed_inside(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
     """Plain attributes of objects that modules hold, such as a config: "config.problem_type"."""
     shells = {ghost.paths[key]: key for key in ghost.attributes}
-    for container, items, path, name in ghost.inner:
+    for container, items, tensors, path, name in ghost.inner:
         now = contents_now(container)
+        if tensors_now(container) != tensors:
+            raise CaptureError(
+                f"forward keeps a tensor in the {type(container).__name__} 'self.{name}'.",
+                where=path or type(ghost.live).__name__,
+                have=f"tensors under {sorted(map(str, tensors_now(container)))}",
+                why="results of a program are put back only where they stand alone",
+                fix="return the tensor from forward, or assign it to an attribute of its own: "
+                "self.loss = loss",
+            )
         if now == items:
             continue
         held = ghost.attributes[shells[path]].get(name) is container

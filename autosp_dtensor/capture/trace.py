@@ -27,6 +27,7 @@ from ..source import user_line
 from .aliasing import Memory, memory_of
 from .bypass import looked_into
 from .ghost import Ghost
+from .kept import Made, made_in
 from .refuse import (
     READS,
     refuse_detached_write,
@@ -358,6 +359,14 @@ class Recorder(TorchFunctionMode):
             opaque.without_data = fake
         self.record(opaque, args, kwargs, result)
         return result
+
+    def release(self) -> list[Made]:
+        """Let go of all tensors of the trace; what can be told of them afterwards."""
+        made = made_in(self.alive, self.node_of)
+        self.alive.clear()
+        self.node_of.clear()
+        self.ghost = None  # its hooks hold this recorder
+        return made
 
     # -- where --------------------------------------------------------------------------------
 
