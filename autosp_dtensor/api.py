@@ -142,7 +142,7 @@ def verify(model: nn.Module, *args: Any, tolerance: float | None = None, **kwarg
 
     Every rank makes the whole model and the whole call once: use a short sequence, before a long
     run. Gradients and buffers are put back. Dropout must be off (model.eval(), or p=0): its masks
-    differ by design.
+    differ by design; the report says where numbers were drawn.
 
     Args:
         tolerance: largest relative error that counts as equal; by default 64 times the dtype's

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import autosp_dtensor as autosp
 from autosp_dtensor.errors import MeshError, UsageError
@@ -68,6 +69,11 @@ def test_something_else_than_a_mesh_is_refused_with_this_text() -> None:
         ((2, 2, 2), ("pp", "dp", "sp"), (4,)),
         ((2, 2, 2), ("dp", "sp", "tp"), (4,)),
         ((2, 3), ("pp", "sp"), (3,)),
+        ((2, 3), ("dp_shard", "sp"), (6,)),
+        ((2, 3), ("data", "sp"), (6,)),
+        ((3, 2), ("sp", "fsdp"), (6,)),
+        ((2, 2, 2), ("data", "sp", "tp"), (4,)),
+        ((2, 2, 2), ("dp_replicate", "dp_shard", "sp"), (2, 4)),
     ],
 )
 def test_fsdp_mesh_joins_data_and_sequence(
@@ -98,10 +104,56 @@ def test_ranks_of_one_sequence_read_the_same_rows(rank: int) -> None:
         assert autosp.data_shard(mesh) == (2, rank // 3)
 
 
+@pytest.mark.parametrize(
+    ("names", "have"),
+    [
+        (("rows", "sp"), "axes ('rows', 'sp')"),
+        (("data", "dp_shard", "sp"), "axes ('data', 'dp_shard', 'sp')"),
+    ],
+)
+def test_data_axis_that_cannot_be_told_is_refused_with_this_text(
+    names: tuple[str, ...], have: str
+) -> None:
+    """Silently leaving it out would average gradients over sp alone."""
+    for use in (autosp.fsdp_mesh, autosp.data_shard, _parallelized):
+        with fake_mesh(*(2 for _ in names), names=names) as mesh:
+            with pytest.raises(MeshError) as error:
+                use(mesh)
+        name = "parallelize" if use is _parallelized else use.__name__
+        assert text_of(error) == (
+            "the mesh has no axis 'dp'.\n"
+            f"  where {name} (test_mesh.py:LINE)\n"
+            f"  have  {have}\n"
+            "  why   gradients are averaged over sp and the data axis together\n"
+            "  fix   name the data axis: dp_axis="
+        )
+
+
+def _parallelized(mesh: Any) -> None:
+    autosp.parallelize(nn.Linear(2, 2), mesh)
+
+
 @pytest.mark.parametrize("rank", range(8))
-def test_every_axis_but_the_sequence_counts_as_data(rank: int) -> None:
+def test_both_data_axes_divide_rows(rank: int) -> None:
     with fake_mesh(2, 2, 2, names=("dp_replicate", "sp", "dp"), rank=rank) as mesh:
         assert autosp.data_shard(mesh) == (4, (rank // 4) * 2 + rank % 2)
+
+
+@pytest.mark.parametrize("model_axis", ["tp", "pp", "ep", "cp"])
+@pytest.mark.parametrize("rank", range(8))
+def test_ranks_of_a_model_axis_read_the_same_rows(rank: int, model_axis: str) -> None:
+    with fake_mesh(2, 2, 2, names=("dp", "sp", model_axis), rank=rank) as mesh:
+        assert autosp.data_shard(mesh) == (2, rank // 4)
+    with fake_mesh(4, 2, names=("sp", model_axis), rank=rank) as mesh:
+        assert autosp.data_shard(mesh) == (1, 0)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_data_axis_of_another_name_divides_rows(rank: int) -> None:
+    with fake_mesh(2, 2, names=("data", "sp"), rank=rank) as mesh:
+        assert autosp.data_shard(mesh) == (2, rank // 2)
+    with fake_mesh(2, 2, names=("rows", "sp"), rank=rank) as mesh:
+        assert autosp.data_shard(mesh, dp_axis="rows") == (2, rank // 2)
 
 
 def test_sequence_alone_reads_all_rows() -> None:
@@ -152,6 +204,19 @@ def test_seq_dim_is_a_number_from_the_left(seq_dim: Any) -> None:
     text = _refused(nn.Linear(2, 2), seq_dim=seq_dim)
     assert text.startswith(
         f"seq_dim is a dim counted from the left, got {seq_dim!r}.\n  where parallelize ("
+    )
+
+
+def test_module_in_ddp_is_refused_with_this_text() -> None:
+    with fake_mesh(2, names=("sp",)) as mesh, pytest.raises(MeshError) as error:
+        autosp.parallelize(DistributedDataParallel(nn.Linear(2, 2)), mesh)
+    assert text_of(error) == (
+        "parallelize got a module that DDP has wrapped.\n"
+        "  where parallelize (test_mesh.py:LINE)\n"
+        "  have  DistributedDataParallel around a Linear\n"
+        "  why   DDP reduces gradients around the module; the sequence is split inside it\n"
+        "  fix   parallelize the module first, then wrap it: DDP(autosp.parallelize(model, mesh), "
+        "process_group=autosp.fsdp_mesh(mesh).get_group())"
     )
 
 

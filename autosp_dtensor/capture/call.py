@@ -59,9 +59,9 @@ class Call:
             else:
                 parts.append(getattr(leaf, "__qualname__", type(leaf).__qualname__))
         modes = [] if self.key[2][0] else ["no_grad"]
-        return ", ".join(
-            [*_labels(self.spec, iter(parts)), *modes, *(str(a) for a in self.key[2][2])]
-        )
+        autocast = (str(state) for state in self.key[2][2])
+        text = ", ".join([*_labels(self.spec, iter(parts)), *modes, *autocast])
+        return text or "no arguments"
 
 
 def name_of(target: nn.Module | Callable[..., Any]) -> str:

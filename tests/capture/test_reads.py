@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -242,3 +243,20 @@ def test_forward_hooks_stand_in_the_graph_and_do_not_run_while_tracing() -> None
     names = [name for name in names if name != "getitem"]
     assert names == ["embedding", "hooks_before", "linear", "hooks_after", "exp"]
     assert ran == []
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand], ids=["random", "numpy"])
+def test_numbers_drawn_in_python_are_refused_with_this_text(draw: Any) -> None:
+    """Layer drop and the like: the number drawn at tracing would stand in every call."""
+    assert refused(lambda m, x: x * draw()) == (
+        "forward draws random numbers in Python (random or numpy.random).\n"
+        "  node  Model\n"
+        "  have  i64[2, 12]\n"
+        "  why   the program is traced once: the number drawn then would be used at every call\n"
+        "  fix   draw with torch, or pass the number to forward"
+    )
+
+
+def test_generator_of_its_own_in_python_is_no_matter() -> None:
+    """It gives the same numbers at each call of one device, too."""
+    same(lambda m, x: x * random.Random(0).random())

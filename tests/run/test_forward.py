@@ -342,25 +342,6 @@ def test_without_gradient_what_cannot_be_split_runs_as_written(mesh: DeviceMesh)
         model(IDS, cache)
 
 
-def test_sequence_shorter_than_the_axis_is_refused_with_this_text() -> None:
-    with fake_mesh(4) as mesh:
-        model = autosp.parallelize(Model(lambda m, x: x), mesh, check_ranks=False)
-        with pytest.raises(autosp.PlacementError) as error:
-            model(IDS[:, :3])
-        with torch.no_grad():
-            assert model(IDS[:, :3]).shape == (2, 3, 8)
-    assert str(error.value) == (
-        "dim 1 of the inputs has 3 entries, fewer than mesh axis 'sp' has ranks (4).\n"
-        "  node  Model\n"
-        "  have  i64[2, 3]\n"
-        "  why   dim 1 is taken as the sequence (seq_dim=1), and every rank holds at least one "
-        "entry of it\n"
-        "  fix   if it is the sequence, use a smaller sp, or longer (packed) sequences; if it is "
-        "not (the channels of images), pass seq_dim=; under torch.no_grad() short calls run "
-        "unsharded"
-    )
-
-
 # -- random numbers --------------------------------------------------------------------------------
 
 
