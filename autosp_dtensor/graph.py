@@ -165,7 +165,8 @@ def given(*values: Any) -> list[str]:
     """The tensors among a call's arguments, as errors show them: `arg 0 f32[2, 16]`."""
     tensors = [leaf for leaf in flatten(values)[0] if isinstance(leaf, torch.Tensor)]
     rows = [f"arg {k} {describe(meta_of(tensor))}" for k, tensor in enumerate(tensors)]
-    return [*rows[:_SHOWN], *([f"and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else [])]
+    more = [f"and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
+    return [*rows[:_SHOWN], *more] or ["no tensor among the arguments"]
 
 
 _SHOWN = 6

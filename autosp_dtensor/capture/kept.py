@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from ..errors import CaptureError
-from ..graph import describe, facts, short_name
+from ..graph import Meta, Origin, describe, facts, meta_of, short_name
 
 __all__ = ["Made", "made_in", "refuse_kept"]
 
@@ -22,27 +22,31 @@ class Made:
     """One tensor of a trace, which is not kept alive: what made it, and where."""
 
     tensor: weakref.ref[torch.Tensor]
-    node: Node
+    meta: Meta
+    source: str
+    name: str | Origin  # of the operation; or what stands for it
 
     def text(self) -> str:
-        known = facts(self.node)
-        origin = known.origin
-        if origin is None:
-            name = short_name(self.node.target)
-        else:
-            name = f"{origin.kind} {f'{origin.module}.{origin.name}'.lstrip('.')}"
-        return f"{name} {describe(known.outs[0])}"
+        name = self.name
+        if isinstance(name, Origin):
+            name = f"{name.kind} {f'{name.module}.{name.name}'.lstrip('.')}"
+        return f"{name} {describe(self.meta)}"
 
 
-def made_in(tensors: Iterable[Any], node_of: dict[int, Node]) -> list[Made]:
+def made_in(
+    tensors: Iterable[Any], node_of: dict[int, Node], origin_of: dict[int, Origin]
+) -> list[Made]:
     """The tensors of a trace; constants live on outside by right."""
     made = []
     for tensor in tensors:
-        node = node_of.get(id(tensor))
-        if node is not None:
-            origin = facts(node).origin
-            if origin is None or origin.kind != "const":
-                made.append(Made(weakref.ref(tensor), node))
+        node, name = node_of.get(id(tensor)), origin_of.get(id(tensor))
+        if (node is None and name is None) or (name is not None and name.kind == "const"):
+            continue
+        known = None if node is None else facts(node)
+        meta = meta_of(tensor) if known is None else known.outs[0]
+        called = "" if node is None else short_name(node.target)
+        source = "" if known is None else known.source
+        made.append(Made(weakref.ref(tensor), meta, source, name or called))
     return made
 
 
@@ -79,7 +83,7 @@ def refuse_kept(made: list[Made], name: str) -> None:
     rows.reverse()  # the last one made holds those before it by its gradient
     raise CaptureError(
         "forward keeps a tensor outside of the model.",
-        where=facts(rows[0][0].node).source or name,
+        where=rows[0][0].source or name,
         have=[f"{each.text()}, held by a {holder}" for each, holder in rows[:_SHOWN]],
         why="forward's Python runs once, on tensors without data: what it keeps there would never "
         "be filled",

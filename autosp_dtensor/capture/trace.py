@@ -362,7 +362,8 @@ class Recorder(TorchFunctionMode):
 
     def release(self) -> list[Made]:
         """Let go of all tensors of the trace; what can be told of them afterwards."""
-        made = made_in(self.alive, self.node_of)
+        tensors = {id(t): t for t in (*(self.ghost.tensors if self.ghost else ()), *self.alive)}
+        made = made_in(tensors.values(), self.node_of, self.origin_of)
         self.alive.clear()
         self.node_of.clear()
         self.ghost = None  # its hooks hold this recorder

@@ -82,6 +82,7 @@ KEEPING: dict[str, tuple[Any, str]] = {
     "deque": (lambda m, x: QUEUE.append(x.exp()) or x, "exp f64[2, 12, 8], held by a "),
     "tuple": (lambda m, x: LOSSES.append((x.sum(), 1)) or x, "sum f64[], held by a tuple"),
     "cache": (lambda m, x: x * row(8), "arange i64[8], held by a "),
+    "unused": (lambda m, x: LOSSES.append(m.linear.bias) or x, "param linear.bias f64[8], held by"),
     "result too": (lambda m, x: LOSSES.append(x) or x, "embedding f64[2, 12, 8], held by a list"),
     "parameter": (
         lambda m, x: LOSSES.append(m.linear.weight) or m.linear(x),
