@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .._torch import fsdp_policy, hook_counts
+from .._torch import fsdp_policy, has_backward_hooks_on_all, hook_counts
 from ..errors import CaptureError
 from ..graph import Scope
 from ..tree import flatten, unflatten
@@ -38,8 +38,16 @@ def watch_modules(recorder: Recorder, ghost: Ghost) -> None:
     as traced operations, so that the dtypes in the trace are those that will run.
 
     Raises:
-        CaptureError: a module inside the model has a backward hook.
+        CaptureError: a module inside the model, or every module, has a backward hook.
     """
+    if has_backward_hooks_on_all():
+        raise CaptureError(
+            "a backward hook is registered on all modules.",
+            where=type(ghost.live).__name__,
+            have="hooks of torch.nn.modules.module.register_module_full_backward_hook or its kin",
+            why="gradients arrive in a traced program, not at the modules' own calls",
+            fix="remove the hook, or use tensor hooks on parameters",
+        )
     live = dict(ghost.live.named_modules())
     for module in ghost.module.modules():
         path = ghost.paths.get(id(module))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
+    register_module_full_backward_hook,
 )
 
 from autosp_dtensor.errors import CaptureError
@@ -231,6 +232,15 @@ def test_backward_hook_on_a_module_is_refused() -> None:
     model.linear.register_full_backward_hook(lambda *a: None)
     with pytest.raises(CaptureError, match="a module has a backward hook"):
         traced(model)
+
+
+def test_backward_hook_on_all_modules_is_refused_as_such() -> None:
+    hook = register_module_full_backward_hook(lambda *a: None)
+    try:
+        text = refused(lambda m, x: m.linear(x))
+    finally:
+        hook.remove()
+    assert text.startswith("a backward hook is registered on all modules.\n  node  Model\n")
 
 
 def test_forward_hooks_stand_in_the_graph_and_do_not_run_while_tracing() -> None:
