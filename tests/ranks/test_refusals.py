@@ -295,6 +295,9 @@ def test_other_device_is_refused(where: str) -> None:
     assert "meta" in text and "\n  fix   " in text, text
 
 
+KEPT: list[Tensor] = []
+
+
 class Writes(ModelT):
     """Forward changes what does not belong to it."""
 
@@ -309,6 +312,8 @@ class Writes(ModelT):
         elif self.what == "parameter":
             with torch.no_grad():
                 self.head.weight.mul_(0.5)
+        elif self.what == "outside":
+            KEPT.append(self.embedding(ids).mean())
         else:
             self.history.append(ids.shape[1])
         return super().forward(ids, labels)
@@ -318,8 +323,8 @@ def writes(rank: Rank, what: str) -> tuple[str, str, int]:
     return refused(rank, lambda: Writes(what))
 
 
-@pytest.mark.parametrize("what", ["input", "parameter", "list"])
-def test_forward_that_changes_inputs_parameters_or_lists_is_refused(what: str) -> None:
+@pytest.mark.parametrize("what", ["input", "parameter", "list", "outside"])
+def test_forward_that_changes_what_is_not_its_own_is_refused(what: str) -> None:
     answers = run_on_ranks(writes, what, n=2)
     assert answers == [answers[0]] * 2
     name, text, exchanges = answers[0]
