@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import function as _function
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -41,6 +42,7 @@ __all__ = [
     "fsdp_hooks_alone",
     "fsdp_param_dtypes",
     "fsdp_policy",
+    "has_backward_hooks_on_all",
     "hook_counts",
     "module_hook_dicts",
     "no_torch_function",
@@ -108,6 +110,11 @@ def hook_counts(module: nn.Module) -> tuple[int, int, int]:
         len(user_hooks(module, "_forward_hooks")),
         len(module._backward_hooks) + len(module._backward_pre_hooks),
     )
+
+
+def has_backward_hooks_on_all() -> bool:
+    """Whether register_module_full_backward_hook or its kin has put a hook on every module."""
+    return bool(_module._global_backward_hooks or _module._global_backward_pre_hooks)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .check import Report, verify_call
 from .errors import MeshError, UsageError
 from .explain import explain_program, latest
-from .mesh import fsdp_mesh, sp_mesh
+from .mesh import axis_names, fsdp_mesh, sp_mesh
 from .run import Forward, Options
+from .source import call_site
 
 __all__ = ["explain", "forward_of", "parallelize", "sync_gradients", "verify"]
 
@@ -60,19 +61,42 @@ def parallelize(
     """
     sp = sp_mesh(mesh, sp_axis)
     if not callable(model):
-        raise UsageError(f"parallelize takes a module or a callable, got {type(model).__name__}.")
+        raise UsageError(
+            f"parallelize takes a module or a callable, got {type(model).__name__}.",
+            where=call_site(),
+            have=f"{model!r:.80}",
+            why="there is no forward to trace",
+            fix="pass the model itself, or a function of tensors such as a loss function",
+        )
     if not isinstance(check_ranks, bool):
-        raise UsageError(f"check_ranks is True or False, got {check_ranks!r}.")
+        raise UsageError(
+            f"check_ranks is True or False, got {check_ranks!r}.",
+            where=call_site(),
+            have=f"check_ranks={check_ranks!r}",
+            why="calls are compared over the sp group, or they are not",
+            fix="leave it out, or pass False once a run is known to be right",
+        )
     if not isinstance(seq_dim, int) or isinstance(seq_dim, bool) or seq_dim < 0:
         raise UsageError(
             f"seq_dim is a dim counted from the left, got {seq_dim!r}.",
+            where=call_site(),
+            have=f"seq_dim={seq_dim!r}",
+            why="all inputs have the sequence at the same place from the left",
             fix="1 for [B, S], 0 for [S, B]",
         )
     if dp_axis == sp_axis:
-        raise UsageError(f"sp_axis and dp_axis are both '{sp_axis}'.")
+        raise UsageError(
+            f"sp_axis and dp_axis are both '{sp_axis}'.",
+            where=call_site(),
+            have=f"axes {axis_names(mesh)} of sizes {tuple(mesh.shape)}",
+            why="ranks of the one share a sequence, ranks of the other have rows of their own",
+            fix="name two axes; a mesh without a data axis needs no dp_axis=",
+        )
     if isinstance(model, DistributedDataParallel):
         raise MeshError(
             "parallelize got a module that DDP has wrapped.",
+            where=call_site(),
+            have=f"{type(model).__name__} around a {type(model.module).__name__}",
             why="DDP reduces gradients around the module; the sequence is split inside it",
             fix="parallelize the module first, then wrap it: DDP(autosp.parallelize(model, mesh), "
             "process_group=autosp.fsdp_mesh(mesh).get_group())",
@@ -82,6 +106,8 @@ def parallelize(
         if inner:
             raise MeshError(
                 f"{'the model' if inner[0] == '' else inner[0]} is parallelized already.",
+                where=call_site(),
+                have="parallelized: " + ", ".join(name or "the model" for name in inner[:3]),
                 why="its sequence would be split twice",
                 fix="call parallelize once, on the outermost module that takes whole sequences",
             )
@@ -116,7 +142,7 @@ def verify(model: nn.Module, *args: Any, tolerance: float | None = None, **kwarg
 
     Every rank makes the whole model and the whole call once: use a short sequence, before a long
     run. Gradients and buffers are put back. Dropout must be off (model.eval(), or p=0): its masks
-    differ by design.
+    differ by design; the report says where numbers were drawn.
 
     Args:
         tolerance: largest relative error that counts as equal; by default 64 times the dtype's
@@ -128,6 +154,7 @@ def verify(model: nn.Module, *args: Any, tolerance: float | None = None, **kwarg
     if not isinstance(model, nn.Module):
         raise UsageError(
             "verify takes a module.",
+            where=call_site(),
             have=type(model).__name__,
             why="it compares the gradients of parameters",
             fix="verify the module whose output the function takes",
@@ -142,6 +169,9 @@ def _runner(model: Any, name: str) -> Forward:
     if found is None:
         raise UsageError(
             f"{name} takes what parallelize gave back.",
+            where=call_site(),
+            have=f"a {type(model).__name__} that parallelize has not seen",
+            why="programs, mesh and options are kept on what parallelize gave back",
             fix="call autosp.parallelize(model, mesh) first",
         )
     return found
@@ -164,6 +194,9 @@ def sync_gradients(model: nn.Module) -> None:
     if trained and not parameters:
         raise UsageError(
             "the model is under FSDP2, which averages gradients by itself.",
+            where=call_site(),
+            have=f"{len(trained)} trained parameters, all sharded by FSDP2",
+            why="averaging them again would be wrong",
             fix="drop sync_gradients",
         )
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ._torch import module_hook_dicts, original_class
+from .graph import facts, short_name
+from .lower import Drawn
 from .run import Forward
 from .tree import flatten
 
@@ -31,10 +33,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found. `print` shows the worst rows; `ok`: all are within `tolerance`."""
+    """What `verify` found. `print` shows the worst rows; `ok`: all are within `tolerance`.
+
+    random: operations of the call that drew random numbers, with their source lines. They draw
+    others on one device, so values differ, and the difference says nothing of the splitting.
+    """
 
     rows: tuple[Row, ...]
     tolerance: float
+    random: tuple[str, ...] = ()
 
     @property
     def worst(self) -> Row:
@@ -51,13 +58,18 @@ class Report:
         head = f"{'value':<52}{'relative error':>15}{'largest':>12}"
         body = [f"{row.name[-51:]:<52}{row.error:>15.2e}{row.size:>12.3g}" for row in ordered[:12]]
         verdict = "equal to one device" if self.ok else "NOT equal to one device"
-        return "\n".join(
-            [
-                head,
-                *body,
-                f"{len(self.rows)} values compared, {verdict} (tolerance {self.tolerance:.0e})",
+        lines = [
+            head,
+            *body,
+            f"{len(self.rows)} values compared, {verdict} (tolerance {self.tolerance:.0e})",
+        ]
+        if self.random and not self.ok:
+            lines += [
+                "the call draws random numbers, by design others than one device draws:",
+                *(f"  {text}" for text in self.random),
+                "verify it without: model.eval(), or dropout 0",
             ]
-        )
+        return "\n".join(lines)
 
 
 def verify_call(
@@ -77,6 +89,7 @@ def verify_call(
         for parameter in model.parameters():
             parameter.grad = None
         split = model(*args, **kwargs)
+        drawn = _drawn(forward)
         loss = _backward(split)
         if not any(isinstance(p, DTensor) for p in model.parameters()):
             grads = {
@@ -111,7 +124,15 @@ def verify_call(
     if tolerance is None:
         kinds = {p.dtype for p in reference.parameters()} | {t.dtype for _, t in _tensors(whole)}
         tolerance = 64 * max(torch.finfo(kind).eps for kind in kinds or {torch.float32})
-    return Report(tuple(rows), tolerance)
+    return Report(tuple(rows), tolerance, drawn)
+
+
+def _drawn(forward: Forward) -> tuple[str, ...]:
+    """The random operations of the program that has just run: `dropout, layers.0.mlp (m.py:8)`."""
+    if forward.last is None or not torch.is_grad_enabled():  # it may have run unsplit
+        return ()
+    nodes = [node for node, _ in forward.last.nodes() if isinstance(node.target, Drawn)]
+    return tuple(sorted({f"{short_name(node.target)}, {facts(node).source}" for node in nodes}))
 
 
 def _one_device(model: nn.Module) -> nn.Module:

@@ -17,25 +17,27 @@ __all__ = [
 class AutoSPError(Exception):
     """Base of all errors raised on purpose: on all ranks alike, before the first collective.
 
+    No part may be left out, so that no error leaves its reader without one.
+
     Args:
         what: one sentence that says what cannot be done.
-        where: the module, the operation and the source line.
-        have: shapes and placements at hand, one entry a line.
+        where: the module, the operation and the source line; for arguments, the user's call.
+        have: shapes, placements or values at hand, one entry a line.
         why: the reason, in terms of the user's program.
         fix: what to change.
     """
 
+    _place = "where"  # what the line of `where` is called
+
     def __init__(
-        self,
-        what: str,
-        *,
-        where: str | None = None,
-        have: str | Sequence[str] | None = None,
-        why: str | None = None,
-        fix: str | None = None,
+        self, what: str, *, where: str, have: str | Sequence[str], why: str, fix: str
     ) -> None:
         self.what, self.where, self.have, self.why, self.fix = what, where, have, why, fix
-        super().__init__(_layout(what, where=where, have=have, why=why, fix=fix))
+        parts = {self._place: where, "have": have, "why": why, "fix": fix}
+        text = _layout(what, parts)
+        missing = [name for name, part in parts.items() if not part]
+        assert not missing, f"an error without {', '.join(missing)}: {text}"
+        super().__init__(text)
 
     def __reduce__(self):  # keyword-only arguments do not survive the default pickling
         return _rebuild, (type(self), self.what, self.where, self.have, self.why, self.fix)
@@ -44,9 +46,13 @@ class AutoSPError(Exception):
 class CaptureError(AutoSPError):
     """The model's Python cannot be traced: it reads a tensor's value, or changes hidden state."""
 
+    _place = "node"
+
 
 class PlacementError(AutoSPError):
     """An operation has no rule for the placement its inputs have."""
+
+    _place = "node"
 
 
 class MeshError(AutoSPError):
@@ -65,12 +71,9 @@ def _rebuild(cls, what, where, have, why, fix):
     return cls(what, where=where, have=have, why=why, fix=fix)
 
 
-def _layout(what: str, **parts: str | Sequence[str] | None) -> str:
+def _layout(what: str, parts: dict[str, str | Sequence[str]]) -> str:
     lines = [what]
-    names = {"where": "node"}
-    for key, part in parts.items():
-        if not part:
-            continue
+    for name, part in parts.items():
         for row, text in enumerate([part] if isinstance(part, str) else part):
-            lines.append(f"  {names.get(key, key) if row == 0 else '':<5} {text}")
+            lines.append(f"  {name if row == 0 else '':<5} {text}")
     return "\n".join(lines)

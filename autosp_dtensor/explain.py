@@ -18,6 +18,7 @@ from .lower.layout import take_shard
 from .placement import Shard
 from .run.program import Program
 from .run.traffic import size_text, traffic_of
+from .source import call_site
 
 __all__ = ["explain_program"]
 
@@ -152,6 +153,8 @@ def latest(program: Program | None) -> Program:
     if program is None:
         raise UsageError(
             "there is no program to explain yet.",
+            where=call_site(),
+            have="no call so far",
             why="programs are traced at the first call",
             fix="call the model once",
         )

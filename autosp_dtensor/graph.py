@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from .placement import Partial, Placement, Shard
+from .tree import flatten
 
 __all__ = [
     "Facts",
@@ -21,6 +22,8 @@ __all__ = [
     "callee",
     "describe",
     "facts",
+    "given",
+    "meta_of",
     "result_nodes",
     "set_facts",
     "short_name",
@@ -46,6 +49,10 @@ class Meta:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+def meta_of(tensor: torch.Tensor) -> Meta:
+    return Meta(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,17 @@ def describe(meta: Meta, placement: Placement | None = None) -> str:
         sizes[placement.dim] += "@sp"
     text = f"{_SHORT.get(meta.dtype, str(meta.dtype).removeprefix('torch.'))}[{', '.join(sizes)}]"
     return text + " partial(sp)" if isinstance(placement, Partial) else text
+
+
+def given(*values: Any) -> list[str]:
+    """The tensors among a call's arguments, as errors show them: `arg 0 f32[2, 16]`."""
+    tensors = [leaf for leaf in flatten(values)[0] if isinstance(leaf, torch.Tensor)]
+    rows = [f"arg {k} {describe(meta_of(tensor))}" for k, tensor in enumerate(tensors)]
+    more = [f"and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
+    return [*rows[:_SHOWN], *more] or ["no tensor among the arguments"]
+
+
+_SHOWN = 6
 
 
 def short_name(target: Callable[..., Any] | str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch import flatten_mesh
 from .errors import MeshError
+from .source import call_site
 
 __all__ = ["data_shard", "fsdp_mesh", "sp_mesh"]
 
@@ -27,12 +29,16 @@ def sp_mesh(mesh: DeviceMesh, sp_axis: str) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"parallelize needs a DeviceMesh, got {type(mesh).__name__}.",
+            where=call_site(),
+            have=f"{mesh!r:.80}",
+            why="it tells which ranks share a sequence",
             fix='mesh = init_device_mesh("cuda", (dp, sp), mesh_dim_names=("dp", "sp"))',
         )
     names = axis_names(mesh)
     if sp_axis not in names:
         raise MeshError(
             f"the mesh has no axis '{sp_axis}'.",
+            where=call_site(),
             have=f"axes {names or 'without names'} of sizes {tuple(mesh.shape)}",
             why="sequences are split over that axis",
             fix=f'init_device_mesh(..., mesh_dim_names=("dp", "{sp_axis}")), or pass sp_axis=',
@@ -75,6 +81,7 @@ def _data_axis(names: tuple[str, ...], sp_axis: str, dp_axis: str) -> str | None
         return rest[0]
     raise MeshError(
         f"the mesh has no axis '{dp_axis}'.",
+        where=call_site(),
         have=f"axes {names}",
         why="gradients are averaged over sp and the data axis together",
         fix="name the data axis: dp_axis=",
@@ -89,7 +96,9 @@ def _hsdp_mesh(mesh: DeviceMesh, members: tuple[str, ...]) -> DeviceMesh:
     if set(names) != {REPLICATE_AXIS, *members}:
         raise MeshError(
             f"a mesh with '{REPLICATE_AXIS}' and further axes has no HSDP mesh here.",
+            where=call_site(),
             have=f"axes {names}",
+            why="which of them hold copies of the parameters is not known",
             fix="build the mesh for fully_shard yourself: "
             f"[{REPLICATE_AXIS}, {' x '.join(members)}]",
         )
@@ -107,17 +116,29 @@ def _hsdp_mesh(mesh: DeviceMesh, members: tuple[str, ...]) -> DeviceMesh:
 _HSDP: dict[tuple[int, tuple[str, ...]], tuple[DeviceMesh, DeviceMesh]] = {}
 
 
-def data_shard(mesh: DeviceMesh, *, sp_axis: str = "sp") -> tuple[int, int]:
+def data_shard(mesh: DeviceMesh, *, sp_axis: str = "sp", dp_axis: str = "dp") -> tuple[int, int]:
     """(num_replicas, rank) for a DistributedSampler: all ranks of an sp group read the same rows.
 
-    Every axis but sp counts as a data axis.
+    Rows are divided over the data axis, found as by `fsdp_mesh`, and "dp_replicate". Ranks that
+    differ only in sp or in a model axis (tp, pp, ep, cp) read the same rows.
+
+    Raises:
+        MeshError: the mesh has no axis `sp_axis`, or it is not clear which axis carries data.
     """
     sp_mesh(mesh, sp_axis)
+    names = axis_names(mesh)
+    data = (REPLICATE_AXIS, _data_axis(names, sp_axis, dp_axis))
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise MeshError("this rank is not part of the mesh.", have=str(mesh))
+        raise MeshError(
+            "this rank is not part of the mesh.",
+            where=call_site(),
+            have=f"rank {dist.get_rank()}; {mesh}",
+            why="ranks outside have no rows to read",
+            fix="call it on the ranks of the mesh alone",
+        )
     replicas, rank = 1, 0
-    for name, size, at in zip(axis_names(mesh), mesh.shape, coordinate, strict=True):
-        if name != sp_axis:
+    for name, size, at in zip(names, mesh.shape, coordinate, strict=True):
+        if name in data:
             replicas, rank = replicas * size, rank * size + at
     return replicas, rank

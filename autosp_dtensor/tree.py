@@ -41,9 +41,10 @@ def _flatten(tree: Any, leaves: list[Any]) -> Spec:
     if isinstance(tree, dict):  # OrderedDict and other subclasses that can be made from pairs
         return ("mapping", (kind, tuple(tree)), tuple(_flatten(c, leaves) for c in tree.values()))
     if is_block_mask(tree):
+        mask: Any = tree
         held: list[Any] = []
-        mod = take_apart(tree.mask_mod, held)
-        sizes = (tuple(tree.seq_lengths), tuple(tree.BLOCK_SIZE))
+        mod = take_apart(mask.mask_mod, held)
+        sizes = (tuple(mask.seq_lengths), tuple(mask.BLOCK_SIZE))
         children = tuple(_flatten(each, leaves) for each in held)
         return ("block mask", (_Shell(tree), mod, sizes), children)
     leaves.append(tree)

@@ -39,18 +39,25 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A small Llama on split sequences")
     add = parser.add_argument
     add("--steps", type=int, default=30, help="optimizer steps to train")
-    add("--seq-len", type=int, default=2048, help="tokens in a row")
-    add("--batch", type=int, default=1, help="rows a data-parallel replica takes per step")
-    add("--dp", type=int, default=None, help="replicas (default: 2, or what the ranks allow)")
-    add("--sp", type=int, default=2, help="ranks that share one sequence")
-    add("--layers", type=int, default=4)
-    add("--width", type=int, default=128)
+    add("--seq-len", type=_positive, default=2048, help="tokens in a row")
+    add("--batch", type=_positive, default=1, help="rows a data-parallel replica takes per step")
+    add("--dp", type=_positive, default=None, help="replicas (default: 2, or what the ranks allow)")
+    add("--sp", type=_positive, default=2, help="ranks that share one sequence")
+    add("--layers", type=_positive, default=4)
+    add("--width", type=_positive, default=128)
     add("--lr", type=float, default=2e-3)
     add("--data", type=Path, default=None, help="a file or folder (default: Python's own library)")
     add("--ckpt", type=Path, default=Path("checkpoints/llama"), help="where state is saved")
     add("--resume", action="store_true", help="start from the state in --ckpt")
     add("--check", type=int, default=4, help="steps repeated in one process; 0: no checks")
     return parser.parse_args()
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
 
 
 def start_ranks(args: argparse.Namespace) -> None:

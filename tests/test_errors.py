@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,16 +41,43 @@ def test_error_is_laid_out_so() -> None:
     )
 
 
-def test_parts_that_are_not_given_leave_no_line() -> None:
-    assert str(MeshError("no mesh.")) == "no mesh."
-    assert str(MeshError("no mesh.", have=[], where="", fix="make one")) == (
-        "no mesh.\n  fix   make one"
-    )
+@pytest.mark.parametrize("part", ["where", "have", "why", "fix"])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_no_part_may_be_left_out(cls: type[AutoSPError], part: str) -> None:
+    whole: dict[str, Any] = {"where": "where", "have": "have", "why": "why", "fix": "fix"}
+    with pytest.raises(TypeError, match=part):
+        cls("what.", **{name: text for name, text in whole.items() if name != part})
+    for empty in ("", []):
+        with pytest.raises(AssertionError, match=r"an error without .*what\."):
+            cls("what.", **{**whole, part: empty})
+
+
+def raised() -> Iterator[tuple[str, ast.Call]]:
+    """Every place of the package that makes an error of a user's."""
+    names = {cls.__name__ for cls in CLASSES}
+    package = Path(autosp.__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in names:
+                yield f"{file.relative_to(package)}:{node.lineno}", node
+
+
+def test_every_error_of_the_package_has_all_parts_and_no_empty_one() -> None:
+    places = list(raised())
+    assert len(places) > 40, "the errors are made elsewhere: look for them there"
+    for place, call in places:
+        parts = {keyword.arg: keyword.value for keyword in call.keywords}
+        assert set(parts) == {"where", "have", "why", "fix"}, place
+        for name, value in parts.items():
+            empty = isinstance(value, ast.Constant) and not value.value
+            assert not empty and ast.unparse(value) != "[]", f"{place}: {name}"
 
 
 def test_order_of_parts_is_fixed() -> None:
     error = CaptureError("what.", fix="fix", why="why", have="have", where="where")
     assert str(error) == "what.\n  node  where\n  have  have\n  why   why\n  fix   fix"
+    error = MeshError("what.", fix="fix", why="why", have="have", where="where")
+    assert str(error) == "what.\n  where where\n  have  have\n  why   why\n  fix   fix"
 
 
 @pytest.mark.parametrize("cls", CLASSES)

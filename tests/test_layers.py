@@ -18,8 +18,8 @@ PACKAGE = Path(autosp_dtensor.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What comes later may import what comes earlier, never the other way round.
-ORDER = ["errors", "placement", "graph", "tree", "_torch", "mesh", "capture", "place", "lower",
-         "run", "explain", "check", "api", "__init__"]  # fmt: skip
+ORDER = ["source", "errors", "placement", "tree", "graph", "_torch", "mesh", "capture", "place",
+         "lower", "run", "explain", "check", "api", "__init__"]  # fmt: skip
 
 
 def name_of(file: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,13 +191,16 @@ def test_pattern_is_read_into_names() -> None:
 def _refused(spec: str) -> str:
     with pytest.raises(UsageError) as error:
         autosp.register_rule(Halved, spec)
-    return str(error.value)
+    return re.sub(r"\.py:\d+", ".py:LINE", str(error.value))
 
 
 @pytest.mark.parametrize("spec", ["b s d", "b s d ->", "b s d ->  ", ""])
 def test_pattern_without_results_is_refused_with_this_text(spec: str) -> None:
     assert _refused(spec) == (
         f"the pattern {spec!r} has no '->' with results after it.\n"
+        "  where register_rule (test_register.py:LINE)\n"
+        f"  have  {spec!r}\n"
+        "  why   a rule says where the dims of the arguments are in the results\n"
         '  fix   for example "b s d, [d] -> b s d"'
     )
 
@@ -209,17 +213,29 @@ def test_pattern_without_results_is_refused_with_this_text(spec: str) -> None:
 def test_pattern_that_cannot_be_read_is_refused_with_this_text(spec: str, part: str) -> None:
     assert _refused(spec) == (
         f"{part!r} in the pattern {spec!r} cannot be read.\n"
+        "  where register_rule (test_register.py:LINE)\n"
+        f"  have  {spec!r}\n"
+        "  why   each dim has a name of its own; names may not be joined or repeated by count\n"
         "  fix   names, [names], ... and () separated by spaces"
     )
+
+
+HALVED = "test_register.py:LINE, Halved"
 
 
 def test_pattern_with_another_number_of_tensors_is_refused_with_this_text() -> None:
     autosp.register_rule(Halved, "b s d, d -> b s d")
     with pytest.raises(UsageError) as error:
         lowered(model(lambda x: Halved.apply(x, 0.5)), (IDS,), 2)
-    assert str(error.value) == (
+    assert re.sub(r"\.py:\d+", ".py:LINE", str(error.value)) == (
         "the pattern 'b s d, d -> b s d' of Halved has 2 inputs and 1 results, the call has 1 "
-        "tensors and gives 1."
+        "tensors and gives 1.\n"
+        f"  where {HALVED}\n"
+        "  have  arg 0 f64[2, 12, 8]\n"
+        "        result 0 f64[2, 12, 8]\n"
+        "  why   each tensor, weights too, and each result has a term of its own\n"
+        "  fix   one term for each tensor among the arguments, and one for each result: "
+        'register_rule(fn, "b s d, [d] -> b s d")'
     )
 
 
@@ -227,8 +243,13 @@ def test_pattern_with_another_number_of_dims_is_refused_with_this_text() -> None
     autosp.register_rule(Halved, "b s -> b s")
     with pytest.raises(UsageError) as error:
         lowered(model(lambda x: Halved.apply(x, 0.5)), (IDS,), 2)
-    assert str(error.value) == (
-        "'b s' in the pattern 'b s -> b s' of Halved names 2 dims, the tensor has 3."
+    assert re.sub(r"\.py:\d+", ".py:LINE", str(error.value)) == (
+        "'b s' in the pattern 'b s -> b s' of Halved names 2 dims, the tensor has 3.\n"
+        f"  where {HALVED}\n"
+        "  have  arg 0 f64[2, 12, 8]\n"
+        "        result 0 f64[2, 12, 8]\n"
+        "  why   each dim has a name\n"
+        "  fix   name each dim; '...' stands for any leading dims, '()' for a scalar"
     )
 
 

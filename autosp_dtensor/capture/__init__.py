@@ -13,17 +13,27 @@ from torch.fx import Graph
 
 from .._torch import FakeTensorMode
 from ..errors import CaptureError
-from ..graph import Facts, Origin, set_facts
+from ..graph import Facts, Origin, given, meta_of, set_facts
 from ..tree import unflatten
 from .bypass import patched
-from .call import Call, read_call, refuse_opaque, state_key, state_text
+from .call import Call, name_of, read_call, refuse_opaque, state_key, state_text
 from .ghost import Ghost, changed_attributes, make_ghost
+from .kept import Made, refuse_kept
 from .snapshot import Spy, Watch
 from .template import Template
-from .trace import Recorder, meta_of
+from .trace import Recorder
 from .watch import ModuleCall, watch_modules
 
-__all__ = ["Call", "Captured", "capture", "read_call", "refuse_opaque", "state_key", "state_text"]
+__all__ = [
+    "Call",
+    "Captured",
+    "capture",
+    "name_of",
+    "read_call",
+    "refuse_opaque",
+    "state_key",
+    "state_text",
+]
 
 
 @dataclass
@@ -60,6 +70,13 @@ def capture(call: Call) -> Captured:
             repeat.
     """
     refuse_opaque(call)
+    captured, made = _trace(call)
+    refuse_kept(made, call.name)
+    return captured
+
+
+def _trace(call: Call) -> tuple[Captured, list[Made]]:
+    """The program, and the tensors of the trace, none of which it holds."""
     fake_mode = FakeTensorMode()
     ghost = make_ghost(call.target, fake_mode) if isinstance(call.target, nn.Module) else None
     recorder = Recorder(fake_mode, ghost)
@@ -90,12 +107,15 @@ def capture(call: Call) -> Captured:
     if _python_random() != drawn:
         raise CaptureError(
             "forward draws random numbers in Python (random or numpy.random).",
+            where=call.name,
+            have=call.describe(),
             why="the program is traced once: the number drawn then would be used at every call",
             fix="draw with torch, or pass the number to forward",
         )
     if ghost is not None:
         ghost.reads = reads
-    return _finish(recorder, ghost, call.target, result, fake_mode)
+    captured = _finish(recorder, ghost, call.target, result, fake_mode)
+    return captured, recorder.release()
 
 
 def _fake_input(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -122,6 +142,7 @@ def _finish(
             raise CaptureError(
                 f"forward keeps tensors inside a {type(new).__name__} on self.",
                 where=f"{path}.{name}".lstrip("."),
+                have=given(Template(new).tensors),
                 why="they are results of the program, which are put back only where they stand "
                 "alone",
                 fix="assign each tensor to an attribute of its own, or return it",
@@ -142,7 +163,7 @@ def _finish(
     recorder.graph.lint()
     return Captured(
         recorder.graph,
-        template,
+        template.without_tensors(),
         recorder.calls,
         writes,
         sets,

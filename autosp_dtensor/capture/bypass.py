@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 
-from .._torch import AUTOGRAD_FUNCTION_BASE, NON_REENTRANT, CheckpointFunction
+from .._torch import AUTOGRAD_FUNCTION_BASE, NON_REENTRANT, CheckpointFunction, FakeTensor
 from ..errors import CaptureError
+from ..graph import given
 from . import flash, flex
 from .entries import intercepted
+from .refuse import value_read
 
 if TYPE_CHECKING:
     from .trace import Recorder
@@ -47,11 +49,12 @@ def looked_into() -> Iterator[None]:
 def patched(recorder: Recorder) -> Iterator[None]:
     """While tracing, autograd.Function.apply is one opaque node and checkpoint calls its function.
 
-    Functions that are wrapped in torch.compile run eagerly.
+    Functions that are wrapped in torch.compile run eagerly. FakeTensor has a tolist of its own that
+    calls item(): refused under its own name.
     """
     base = AUTOGRAD_FUNCTION_BASE
     non_reentrant = getattr(torch.utils.checkpoint, NON_REENTRANT)
-    autograd_grad = torch.autograd.grad
+    autograd_grad, tolist = torch.autograd.grad, FakeTensor.tolist
 
     def recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
@@ -66,6 +69,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         raise CaptureError(
             "forward calls torch.autograd.grad().",
             where=recorder.where(),
+            have=given(args, kwargs),
             why="a gradient inside forward is not part of a traced program",
             fix="move it out of forward",
         )
@@ -74,7 +78,14 @@ def patched(recorder: Recorder) -> Iterator[None]:
         with recorder.checkpointed():
             yield
 
+    def named_tolist(self: FakeTensor) -> Any:
+        try:
+            return tolist(self)
+        except CaptureError as error:  # its own text names item(), which tolist() is made of
+            raise value_read(tolist, recorder.where(), given(self)) from error
+
     base.apply = classmethod(recorded_apply)
+    FakeTensor.tolist = named_tolist
     torch.autograd.grad = refused_grad
     setattr(torch.utils.checkpoint, NON_REENTRANT, recorded_non_reentrant)
     token = _ACTIVE.set(recorder)
@@ -91,4 +102,5 @@ def patched(recorder: Recorder) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         del base.apply
         torch.autograd.grad = autograd_grad
+        FakeTensor.tolist = tolist
         setattr(torch.utils.checkpoint, NON_REENTRANT, non_reentrant)

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy, hook_counts
 from ..errors import CaptureError
-from ..graph import Meta, describe
+from ..graph import describe, meta_of
 from ..placement import Placement
 from ..tree import Spec, flatten
 from .template import is_plain
 
-__all__ = ["Call", "read_call", "refuse_opaque", "state_key", "state_text"]
+__all__ = ["Call", "name_of", "read_call", "refuse_opaque", "state_key", "state_text"]
 
 
 @dataclass
@@ -40,6 +40,10 @@ class Call:
     opaque: Any = None
     key: tuple[Any, ...] = ()
 
+    @property
+    def name(self) -> str:
+        return name_of(self.target)
+
     def describe(self) -> str:
         """The key as text that is equal on ranks that make the same call."""
         parts: list[str] = []
@@ -47,7 +51,7 @@ class Call:
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
                 placed = next(tensors)
-                text = describe(_meta(leaf), placed)
+                text = describe(meta_of(leaf), placed)
                 text += f" on {leaf.device.type}" if leaf.device.type != "cpu" else ""
                 parts.append(text + (" requires_grad" if leaf.requires_grad else ""))
             elif is_plain(leaf):
@@ -55,9 +59,16 @@ class Call:
             else:
                 parts.append(getattr(leaf, "__qualname__", type(leaf).__qualname__))
         modes = [] if self.key[2][0] else ["no_grad"]
-        return ", ".join(
-            [*_labels(self.spec, iter(parts)), *modes, *(str(a) for a in self.key[2][2])]
-        )
+        autocast = (str(state) for state in self.key[2][2])
+        text = ", ".join([*_labels(self.spec, iter(parts)), *modes, *autocast])
+        return text or "no arguments"
+
+
+def name_of(target: nn.Module | Callable[..., Any]) -> str:
+    """The module's class, or the function's name."""
+    if isinstance(target, nn.Module):
+        return type(target).__name__
+    return getattr(target, "__name__", type(target).__name__)
 
 
 def read_call(
@@ -85,10 +96,6 @@ def read_call(
     modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast())
     call.key = (spec, tuple(parts), modes)
     return call
-
-
-def _meta(tensor: torch.Tensor) -> Meta:
-    return Meta(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _labels(spec: Spec, parts: Iterator[str]) -> list[str]:
@@ -153,6 +160,8 @@ def refuse_opaque(call: Call) -> None:
     if call.opaque is not None:
         raise CaptureError(
             f"an argument of type {type(call.opaque).__name__} cannot be traced.",
+            where=call.name,
+            have=call.describe(),
             why="forward may read and change it, and a program is traced once",
             fix="in training pass none (use_cache=False); under torch.no_grad() such calls run "
             "unsharded",

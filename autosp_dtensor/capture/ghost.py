@@ -22,7 +22,7 @@ from .._torch import (
 )
 from ..errors import CaptureError, MeshError
 from ..graph import Origin
-from .snapshot import Watch, contents, contents_now, spied_class
+from .snapshot import Watch, contents, contents_now, spied_class, tensors_now
 
 __all__ = ["Ghost", "changed_attributes", "make_ghost"]
 
@@ -40,7 +40,7 @@ class Ghost:
     tensors: list[torch.Tensor] = field(default_factory=list)
     paths: dict[int, str] = field(default_factory=dict)
     attributes: dict[int, dict[str, Any]] = field(default_factory=dict)
-    inner: list[tuple[Any, Any, str, str]] = field(default_factory=list)
+    inner: list[tuple[Any, Any, Any, str, str]] = field(default_factory=list)
     reads: set[tuple[int, str]] = field(default_factory=set)
 
     def remember(self) -> None:
@@ -51,7 +51,10 @@ class Ghost:
             for name, value in module.__dict__.items():
                 if name in _OWN or name in module_hook_dicts():
                     continue
-                self.inner.extend((c, items, path, name) for c, items in contents(value, seen))
+                self.inner.extend(
+                    (each, items, tensors_now(each), path, name)
+                    for each, items in contents(value, seen)
+                )
 
     def watch(self) -> Watch:
         """The live attributes that forward has read, with the values that they have."""
@@ -128,6 +131,7 @@ class _States:
             if isinstance(tensor, DTensor) and key not in self.dtypes:
                 raise MeshError(
                     f"parameter {path} is a DTensor on {tensor.device_mesh}.",
+                    where=path,
                     have=f"{tuple(tensor.shape)} {tensor.placements}",
                     why="its placement on that mesh is not FSDP2's, and programs are split over "
                     "sp alone",
@@ -150,6 +154,8 @@ def _fake(
     if isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):
         raise CaptureError(
             f"'{name}' is a DTensor that is neither a parameter nor an input.",
+            where=name,
+            have=f"{tuple(tensor.shape)} {tensor.placements} on {tensor.device_mesh}",
             why="its placement on its own mesh cannot be combined with the placement on sp",
             fix="keep it as a plain tensor, or pass it to forward",
         )
@@ -253,8 +259,17 @@ def changed_attributes(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
 def _changed_inside(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
     """Plain attributes of objects that modules hold, such as a config: "config.problem_type"."""
     shells = {ghost.paths[key]: key for key in ghost.attributes}
-    for container, items, path, name in ghost.inner:
+    for container, items, tensors, path, name in ghost.inner:
         now = contents_now(container)
+        if tensors_now(container) != tensors:
+            raise CaptureError(
+                f"forward keeps a tensor in the {type(container).__name__} 'self.{name}'.",
+                where=path or type(ghost.live).__name__,
+                have=f"tensors under {sorted(map(str, tensors_now(container)))}",
+                why="results of a program are put back only where they stand alone",
+                fix="return the tensor from forward, or assign it to an attribute of its own: "
+                "self.loss = loss",
+            )
         if now == items:
             continue
         held = ghost.attributes[shells[path]].get(name) is container
@@ -262,6 +277,7 @@ def _changed_inside(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
             raise CaptureError(
                 f"forward changes the {type(container).__name__} 'self.{name}' in place.",
                 where=path or type(ghost.live).__name__,
+                have=f"after the trace, {_amount(now)}; before it, {_amount(items)}",
                 why="a traced program runs without the model's Python, so the change would be made "
                 "once instead of at every call",
                 fix="return the value from forward, or assign a new object to the attribute",
@@ -269,6 +285,11 @@ def _changed_inside(ghost: Ghost) -> Iterator[tuple[str, str, Any]]:
         for key, value in now.items():
             if items.get(key, _MISSING) != value:
                 yield path, f"{name}.{key}", value
+
+
+def _amount(items: Any) -> str:
+    """How much `contents_now` found; what it found can differ by rank."""
+    return f"{items[0] if isinstance(items, tuple) else len(items)} entries"
 
 
 _OWN = {"_parameters", "_buffers", "_modules", "forward"}

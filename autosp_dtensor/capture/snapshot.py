@@ -11,7 +11,7 @@ from torch import nn
 
 from .template import is_plain
 
-__all__ = ["Spy", "Watch", "contents", "contents_now", "spied_class"]
+__all__ = ["Spy", "Watch", "contents", "contents_now", "spied_class", "tensors_now"]
 
 _DEPTH = 4
 
@@ -126,6 +126,14 @@ def _children(value: Any) -> list[Any]:
     if isinstance(value, (list, set, tuple)):
         return list(value)
     return list(vars(value).values())
+
+
+def tensors_now(value: Any) -> dict[Any, int]:
+    """Which tensors a dict or object holds; lists and sets tell by `contents_now`."""
+    if isinstance(value, (list, set, tuple)):
+        return {}
+    items = value if isinstance(value, dict) else vars(value)
+    return {key: id(item) for key, item in items.items() if isinstance(item, torch.Tensor)}
 
 
 def contents_now(value: Any) -> Any:

@@ -15,6 +15,22 @@ from ..tree import Spec, flatten, unflatten
 __all__ = ["Tap", "tapped"]
 
 
+_TENSOR = object()  # stands for a tensor among a tap's leaves
+
+
+def _emptied(leaves: list[Any], spec: Spec) -> tuple[list[Any], Spec]:
+    empty = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return (empty, spec) if not spec else flatten(unflatten(spec, empty))
+
+
+def _structure(spec: Spec) -> str:
+    """`tuple(., dict(.))`: kinds of containers, a dot for each leaf."""
+    if spec[0] == "leaf":
+        return "."
+    kind = spec[0] if isinstance(spec[0], str) else spec[0].__name__
+    return f"{kind}({', '.join(_structure(child) for child in spec[2])})"
+
+
 class Tap:
     """Runs a module's own forward-pre hooks ("before") or forward hooks ("after") on given values.
 
@@ -32,14 +48,19 @@ class Tap:
         result_leaves: list[Any],
     ):
         self.path, self.when = path, when
-        self.call, self.call_leaves = call, call_leaves
-        self.result, self.result_leaves = result, result_leaves
+        # The graph keeps taps: none of the trace's tensors may live on in them.
+        self.call_leaves, self.call = _emptied(call_leaves, call)
+        self.result_leaves, self.result = _emptied(result_leaves, result)
         self.__name__ = f"hooks_{when}"
 
     def given(self) -> int:
         """How many tensors come back."""
         leaves = self.call_leaves if self.when == "before" else self.result_leaves
-        return sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        return sum(leaf is _TENSOR for leaf in leaves)
+
+    def place(self) -> str:
+        """The hook, as errors name it."""
+        return f"{self.path}, a forward{'-pre' if self.when == 'before' else ''} hook"
 
     def run(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the live module's hooks on the result's tensors (if after), then the arguments'."""
@@ -48,11 +69,11 @@ class Tap:
         if self.when == "after":
             result = unflatten(
                 self.result,
-                [next(values) if isinstance(x, torch.Tensor) else x for x in self.result_leaves],
+                [next(values) if x is _TENSOR else x for x in self.result_leaves],
             )
         args, kwargs = unflatten(
             self.call,
-            [next(values) if isinstance(x, torch.Tensor) else x for x in self.call_leaves],
+            [next(values) if x is _TENSOR else x for x in self.call_leaves],
         )
         if self.when == "before":
             args, kwargs = run_pre_hooks(module, args, kwargs)
@@ -60,9 +81,12 @@ class Tap:
         else:
             result = run_hooks(module, args, kwargs, result)
             leaves, spec = flatten(result)
-        if spec != (self.call if self.when == "before" else self.result):
+        traced = self.call if self.when == "before" else self.result
+        if spec != traced:
             raise UsageError(
                 f"a hook on {self.path} returned another structure than it was given.",
+                where=self.place(),
+                have=[f"given {_structure(traced)}", f"returned {_structure(spec)}"],
                 why="the program after it was traced with the module's own",
                 fix="return a value of the same structure, or None",
             )

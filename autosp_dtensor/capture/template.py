@@ -76,6 +76,10 @@ class Template:
                     seen.add(id(tensor))
                     self.tensors.append(tensor)
 
+    def without_tensors(self) -> Template:
+        """The same structure around stand-ins: the trace's tensors hold its whole gradient."""
+        return Template(self.fill([torch.empty(0) for _ in self.tensors]))
+
     def fill(self, values: list[Any]) -> Any:
         """The result with `values` in the place of `tensors`, in the same order."""
         by_id = {id(old): new for old, new in zip(self.tensors, values, strict=True)}

@@ -22,12 +22,21 @@ from .._torch import (
     no_torch_function,
 )
 from ..errors import CaptureError
-from ..graph import Facts, Meta, Origin, Scope, facts, set_facts, short_name
+from ..graph import Facts, Meta, Origin, Scope, facts, given, meta_of, set_facts
+from ..source import user_line
 from .aliasing import Memory, memory_of
 from .bypass import looked_into
 from .ghost import Ghost
-from .refuse import READS, refuse_detached_write, refuse_effects, refuse_method, value_read
-from .source import user_line
+from .kept import Made, made_in
+from .refuse import (
+    READS,
+    refuse_detached_write,
+    refuse_effects,
+    refuse_foreign_write,
+    refuse_method,
+    refuse_result,
+    value_read,
+)
 from .targets import (
     Opaque,
     OutOfPlace,
@@ -39,11 +48,7 @@ from .targets import (
 )
 from .watch import ModuleCall
 
-__all__ = ["Recorder", "meta_of"]
-
-
-def meta_of(tensor: torch.Tensor) -> Meta:
-    return Meta(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+__all__ = ["Recorder"]
 
 
 def _autocast_state(kind: str) -> tuple[bool, Any]:
@@ -121,6 +126,7 @@ class Recorder(TorchFunctionMode):
                 raise CaptureError(
                     f"a tensor {tuple(tensor.shape)} was made where the tracer could not see it.",
                     where=self.where(),
+                    have=given(tensor),
                     why="it comes from a function transform or an extension that bypasses "
                     "torch's Python calls",
                     fix="register the function that makes it: autosp.register_rule(fn, ...)",
@@ -144,6 +150,7 @@ class Recorder(TorchFunctionMode):
             raise CaptureError(
                 "a tensor is read after its memory was changed through another view.",
                 where=self.where(),
+                have=given(tensor),
                 why="the traced program has no views of one memory: shards do not alias",
                 fix="use the out-of-place form of the operation that writes: x = x + 1, not "
                 "x.add_(1)",
@@ -174,22 +181,24 @@ class Recorder(TorchFunctionMode):
         if func is torch.nn.functional.multi_head_attention_forward:
             with looked_into(), self:  # its parts have rules; as one call it has none
                 return func(*args, **kwargs)
-        refuse_method(name, self.where)
+        refuse_method(func, args, self.where)
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)
         inplace = inplace_argument(func, args, kwargs)
         start = len(self.aten.ops)
         if name in READS or (name == "__format__" and args[1:] and args[1]):
-            raise value_read(func, self.where())
+            raise value_read(func, self.where(), given(args, kwargs))
         self._depth += 1
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             dynamic = isinstance(error, DynamicOutputShapeException)
-            raise value_read(func, self.where(), dynamic=dynamic) from error
+            have = given(args, kwargs)
+            raise value_read(func, self.where(), have, dynamic=dynamic) from error
         except UnsupportedOperatorException as error:
             raise CaptureError(
                 f"{error.func} cannot run on tensors without data.",
                 where=self.where(),
+                have=given(args, kwargs),
                 why="its output shape is not known before it runs",
                 fix="register a fake implementation (torch.library.register_fake)",
             ) from error
@@ -228,13 +237,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(result, torch.Tensor):
             self._remember(result, node)
             return
-        if not isinstance(result, (tuple, list)):
-            raise CaptureError(
-                f"{short_name(func)} returns a {type(result).__name__}.",
-                where=self.where(),
-                why="only tensors and tuples of tensors can be placed",
-                fix="register a rule for the function around it: autosp.register_rule(fn, ...)",
-            )
+        refuse_result(func, result, outs, self.where)
         for index, element in enumerate(result):
             if not isinstance(element, torch.Tensor):
                 continue
@@ -249,25 +252,8 @@ class Recorder(TorchFunctionMode):
     def _record_inplace(self, func, args, kwargs, ops, *, wrapped: bool = True) -> None:
         target = args[0]
         origin = self.origin_of.get(id(target))
-        owner = self._owner(target)
-        if origin is None and owner is not None:
-            raise CaptureError(
-                f"forward writes to a part of {owner.module}.{owner.name} in place.",
-                where=self.where(),
-                why="a change of state is carried out after the program, as one assignment",
-                fix="write the whole tensor: self.buffer.copy_(new)",
-            )
-        if origin is not None and origin.kind != "buffer":
-            raise CaptureError(
-                f"forward changes {origin.kind} {origin.module}.{origin.name} in place.".replace(
-                    " .", " "
-                ),
-                where=self.where(),
-                why="an input or parameter belongs to the caller; ranks would change their own "
-                "copies",
-                fix="work on a copy: x = x.clone()",
-            )
-        refuse_detached_write(target, func, self.where())
+        refuse_foreign_write(target, origin, self._owner(target), self.where)
+        refuse_detached_write(target, func, self.where)
         if len(args) > 2 and isinstance(args[2], torch.Tensor):
             self.memory.set_back(target, args[2])  # y[i] += x: y[i] is written, then set
         node = self._call(
@@ -348,9 +334,10 @@ class Recorder(TorchFunctionMode):
         self.scopes.append(scope)
         self.calls.append(ModuleCall(scope, self._checkpoints > 0 and not inside))
 
-    def leave(self) -> str:
-        """The innermost module's call ends; gives its path."""
-        return self.scopes.pop().path
+    def leave(self, path: str) -> None:
+        """A module's call ends, unless an error came before it began."""
+        if self.scopes and self.scopes[-1].path == path:
+            self.scopes.pop()
 
     @contextlib.contextmanager
     def checkpointed(self) -> Iterator[None]:
@@ -361,7 +348,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self._checkpoints -= 1
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func, args, kwargs):
         """Call one of the package's own functions and record it as one node."""
         start = len(self.aten.ops)
         with no_torch_function():
@@ -376,10 +363,7 @@ class Recorder(TorchFunctionMode):
     def opaque(
         self, target, run, args, kwargs, name: str, fake=None, *, form: str = "", random=False
     ):
-        """Run something that is not to be looked into, and record it as one node.
-
-        form: which attention entry point it is. random: whether it draws.
-        """
+        """Run something not to be looked into, as one node; form: of an attention entry point."""
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)
         start = len(self.aten.ops)
         with no_torch_function():
@@ -391,13 +375,22 @@ class Recorder(TorchFunctionMode):
         self.record(opaque, args, kwargs, result, random=random)
         return result
 
+    def release(self) -> list[Made]:
+        """Let go of all tensors of the trace; what can be told of them afterwards."""
+        tensors = {id(t): t for t in (*(self.ghost.tensors if self.ghost else ()), *self.alive)}
+        made = made_in(tensors.values(), self.node_of, self.origin_of)
+        self.alive.clear()
+        self.node_of.clear()
+        self.ghost = None  # its hooks hold this recorder
+        return made
+
     # -- where --------------------------------------------------------------------------------
 
     def where(self) -> str:
         """`layers.3.mlp (my_model.py:88)`: the module, and the first line of the user's code."""
         path = self.scopes[-1].path if self.scopes else ""
         line = user_line()
-        return f"{path} ({line})" if path and line else path or line
+        return f"{path} ({line})" if path and line else path or line or "forward"
 
 
 def _leaves(value: Any) -> Iterator[Any]:

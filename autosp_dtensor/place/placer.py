@@ -187,6 +187,7 @@ class Placer(Versions):
             known.outs,
             self.n,
             known.single,
+            known.source,
         )
         return op, tuple(tensors)
 

@@ -33,7 +33,7 @@ class Refusals:
         error = PlacementError(
             f"{full} has no rule for a value split over mesh axis 'sp' (size {self.axis_size}).",
             where=f"{source}, {name}",
-            have=[f"arg {k} {describe(*each)}" for k, each in enumerate(tensors)],
+            have=[f"arg {k} {describe(*each)}" for k, each in enumerate(tensors)] or "no tensors",
             why="each rank holds a part of the sequence, and it is not known whether the operation "
             "reads across parts",
             fix=f'register one: autosp.register_rule({full}, "{_example(tensors)}"), '

@@ -13,6 +13,8 @@ import torch
 from .._torch import OpOverload
 from ..capture.bypass import active_recorder
 from ..errors import UsageError
+from ..graph import describe
+from ..source import call_site
 from .rule import FactorRule, Factors, Op
 from .table import USER_RULES
 
@@ -90,6 +92,9 @@ def parse_spec(spec: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     if not arrow or not right.strip():
         raise UsageError(
             f"the pattern {spec!r} has no '->' with results after it.",
+            where=call_site("register_rule"),
+            have=repr(spec),
+            why="a rule says where the dims of the arguments are in the results",
             fix='for example "b s d, [d] -> b s d"',
         )
     return _terms(left, spec), _terms(right, spec)
@@ -102,6 +107,9 @@ def _terms(side: str, spec: str) -> tuple[Term, ...]:
         if "".join(names) != text.replace(" ", ""):
             raise UsageError(
                 f"{text.strip()!r} in the pattern {spec!r} cannot be read.",
+                where=call_site("register_rule"),
+                have=repr(spec),
+                why="each dim has a name of its own; names may not be joined or repeated by count",
                 fix="names, [names], ... and () separated by spaces",
             )
         found.append(tuple(name for name in names if name != "()"))
@@ -113,7 +121,12 @@ def _factors(spec: str, parsed: tuple[tuple[Term, ...], tuple[Term, ...]], op: O
     if len(ins) != len(op.ins) or len(outs) != len(op.outs):
         raise UsageError(
             f"the pattern {spec!r} of {op.name} has {len(ins)} inputs and {len(outs)} results, "
-            f"the call has {len(op.ins)} tensors and gives {len(op.outs)}."
+            f"the call has {len(op.ins)} tensors and gives {len(op.outs)}.",
+            where=f"{op.source}, {op.name}",
+            have=_shapes(op),
+            why="each tensor, weights too, and each result has a term of its own",
+            fix="one term for each tensor among the arguments, and one for each result: "
+            'register_rule(fn, "b s d, [d] -> b s d")',
         )
     whole = {name[1:-1] for term in (*ins, *outs) for name in term if name.startswith("[")}
 
@@ -126,7 +139,11 @@ def _factors(spec: str, parsed: tuple[tuple[Term, ...], tuple[Term, ...]], op: O
         if len(plain) != rank:
             raise UsageError(
                 f"{' '.join(term)!r} in the pattern {spec!r} of {op.name} names {len(plain)} dims, "
-                f"the tensor has {rank}."
+                f"the tensor has {rank}.",
+                where=f"{op.source}, {op.name}",
+                have=_shapes(op),
+                why="each dim has a name",
+                fix="name each dim; '...' stands for any leading dims, '()' for a scalar",
             )
         return tuple(None if name == "1" else name for name in plain)
 
@@ -138,3 +155,8 @@ def _factors(spec: str, parsed: tuple[tuple[Term, ...], tuple[Term, ...]], op: O
     local = frozenset(read - whole)
     sums = frozenset(n for n in local if not any(n in names_ for names_ in named_outs))
     return Factors(named_ins, named_outs, local, sums)
+
+
+def _shapes(op: Op) -> list[str]:
+    args = [f"arg {k} {describe(meta)}" for k, meta in enumerate(op.ins)]
+    return [*args, *(f"result {k} {describe(meta)}" for k, meta in enumerate(op.outs))]

@@ -41,6 +41,7 @@ class Op:
     outs: tuple[Meta, ...]
     axis_size: int
     single: bool = True
+    source: str = ""
 
 
 @dataclass(frozen=True)

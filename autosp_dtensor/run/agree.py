@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,14 +13,59 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import all_gather_single
 from ..errors import RankMismatchError
+from ..graph import describe, meta_of
+from ..source import call_site
 
 __all__ = ["Agreement"]
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """What ranks may differ in, and what they are told of it."""
+
+    what: str
+    why: str
+    fix: str
+
+
+_BATCH = "an sp group works on one batch together: each rank passes the same whole batch"
+_SAMPLER = (
+    "read data by autosp.data_shard(mesh), and seed random augmentation alike on all ranks of an "
+    "sp group"
+)
+_CALLS = _Difference(
+    "were called with different shapes, dtypes, arguments or modes",
+    _BATCH,
+    f"{_SAMPLER}; enter torch.no_grad() and autocast alike",
+)
+_DATA = _Difference("were called with different data", _BATCH, _SAMPLER)
+_STATES = _Difference(
+    "were called with models in different modes or states",
+    "the ranks run one program together, and it depends on train and eval mode, on the modules, "
+    "and on the Python values that forward reads from them",
+    "call train() or eval(), freeze, swap and wrap modules, and set their attributes, alike on all "
+    "ranks of an sp group",
+)
+_PROGRAMS = _Difference(
+    "traced different programs",
+    "the ranks run one program together, and forward's Python took another way on some of them",
+    "look for what differs between the ranks outside of the call: the rank itself, the "
+    "environment, a file, Python's random numbers; make it equal, or pass it to forward",
+)
+_OUTSIDE = _Difference(
+    "use different tensors from outside of the model",
+    "each computes a part of the sequence with its own copy of what forward takes from globals, "
+    "closures or containers",
+    "seed all ranks alike before they are made, or send the first rank's to all: "
+    "torch.distributed.broadcast",
+)
 
 
 class Agreement:
     """Compares small integers over the sp group, on a gloo group, so that no device waits."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, name: str) -> None:
+        self.name = name  # of what is called, for errors
         self.size = mesh.size()
         self.group: Any = None
         if self.size == 1:
@@ -47,7 +93,9 @@ class Agreement:
             return
         rows = self._gather([_digest(f"{description}; {state}")])
         if any(row != rows[0] for row in rows):
-            self._tell(rows, f"{description}; {state}", "shapes, dtypes, arguments or modes")
+            texts = self._texts((description, state))
+            same = all(text[0] == description for text in texts)
+            self._tell(rows, ["; ".join(text) for text in texts], _STATES if same else _CALLS)
 
     def seed(self, proposed: int) -> int:
         """The first rank's random seed, on all ranks."""
@@ -59,7 +107,17 @@ class Agreement:
             return
         rows = self._gather([_content(t) for t in tensors])
         if any(row != rows[0] for row in rows):
-            self._tell(rows, description, "data")
+            wrong = ", ".join(str(k) for k in _differing(rows))
+            self._tell(rows, [f"{description}; differs: tensor {wrong}"] * self.size, _DATA)
+
+    def on_outside(self, tensors: list[torch.Tensor]) -> None:
+        """Check that all ranks hold the same values in what forward takes from elsewhere."""
+        if self.size == 1 or not tensors:
+            return
+        rows = self._gather([_content(t) for t in tensors])
+        if any(row != rows[0] for row in rows):
+            shapes = [describe(meta_of(tensors[k])) for k in _differing(rows)]
+            self._tell(rows, [", ".join(shapes)] * self.size, _OUTSIDE)
 
     def on_parameters(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Check that all ranks hold the same values in whole parameters and buffers."""
@@ -69,13 +127,12 @@ class Agreement:
         if not pairs:
             return
         rows = self._gather([_content(tensor) for _, tensor in pairs])
-        wrong = [
-            name for k, (name, _) in enumerate(pairs) if any(row[k] != rows[0][k] for row in rows)
-        ]
+        wrong = [pairs[k][0] for k in _differing(rows)]
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise RankMismatchError(
                 "ranks of one sp group hold different parameters.",
+                where=call_site(self.name),
                 have=", ".join(wrong[:3]) + more,
                 why="each computes a part of the sequence with its own copy",
                 fix="seed all ranks alike before the model is built, or load the same weights",
@@ -89,7 +146,7 @@ class Agreement:
         if any(row[0] for row in rows):
             self._tell_failure(rows, None)
         if any(row != rows[0] for row in rows):
-            self._tell([row[1:] for row in rows], what, "traced programs")
+            self._tell([row[1:] for row in rows], self._texts(what), _PROGRAMS)
 
     def on_failure(self, error: Exception) -> None:
         """Instead of `on_text`, on a rank that could not build its program."""
@@ -98,36 +155,47 @@ class Agreement:
 
     def _tell_failure(self, rows: list[list[int]], error: Exception | None) -> None:
         """Every rank learns what failed where; one that failed itself goes on to raise its own."""
-        texts: list[Any] = [None] * self.size
-        own = None if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(texts, own, group=self.group)
+        texts = self._texts(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             return
         failed = [f"rank {r}: {text}" for r, text in zip(self.ranks, texts, strict=True) if text]
         raise RankMismatchError(
             "tracing failed on other ranks of the sp group, not on this one.",
+            where=call_site(self.name),
             have=failed,
             why="the ranks run one program together",
             fix="what fails there depends on the rank: its data, its modules or its environment",
         )
 
-    def _tell(self, rows: list[list[int]], description: str, what: str) -> None:
+    def _texts(self, own: Any) -> list[Any]:
+        """Every rank's own text."""
         texts: list[Any] = [None] * self.size
-        dist.all_gather_object(texts, description, group=self.group)
-        groups: dict[int | tuple[int, ...], list[int]] = {}
+        dist.all_gather_object(texts, own, group=self.group)
+        return texts
+
+    def _tell(
+        self, rows: list[list[int]], texts: Sequence[str], difference: _Difference
+    ) -> NoReturn:
+        """texts: what each rank has."""
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank, row in zip(self.ranks, rows, strict=True):
-            groups.setdefault(row[0] if what != "data" else tuple(row), []).append(rank)
+            groups.setdefault(tuple(row), []).append(rank)
         have = [
             f"ranks {', '.join(map(str, members))}: {texts[self.ranks.index(members[0])]}"
             for members in groups.values()
         ]
         raise RankMismatchError(
-            f"ranks of one sp group were called with different {what}.",
+            f"ranks of one sp group {difference.what}.",
+            where=call_site(self.name),
             have=have,
-            why="an sp group works on one batch together: each rank passes the same whole batch",
-            fix="read data by autosp.data_shard(mesh), and seed random augmentation alike on all "
-            "ranks of an sp group",
+            why=difference.why,
+            fix=difference.fix,
         )
+
+
+def _differing(rows: list[list[int]]) -> list[int]:
+    """Which of the compared numbers differ between ranks."""
+    return [k for k in range(len(rows[0])) if any(row[k] != rows[0][k] for row in rows)]
 
 
 _CHUNK = 1 << 22

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from ..errors import MeshError
 from ..graph import Meta
 from ..placement import Placement, Replicate, Shard, chunk_sizes
+from ..source import call_site
 
 __all__ = ["as_dtensor", "placement_on", "to_local"]
 
@@ -25,6 +26,7 @@ def placement_on(mesh: DeviceMesh, tensor: DTensor) -> Placement:
     if tensor.device_mesh != mesh or len(tensor.placements) != 1:
         raise MeshError(
             "an input is a DTensor on another mesh than the sp axis.",
+            where=call_site("the call"),
             have=f"{tensor.device_mesh} {tensor.placements}",
             why=f"programs run on {mesh}",
             fix='pass the whole tensor (x.full_tensor()), or a DTensor on mesh["sp"]',
@@ -37,6 +39,7 @@ def placement_on(mesh: DeviceMesh, tensor: DTensor) -> Placement:
         return Shard(dim, chunk_sizes(tensor.shape[dim], mesh.size()))
     raise MeshError(
         f"an input is a DTensor with placement {placement}.",
+        where=call_site("the call"),
         have=f"{tuple(tensor.shape)} {tensor.placements}",
         why="a program takes whole values and values sharded on one dim",
         fix="redistribute it to Shard or Replicate first",

@@ -101,6 +101,7 @@ def _check_length(captured: Captured, call: Call, axis_size: int, options: Optio
     if not homes and not split and axis_size > 1 and torch.is_grad_enabled():
         raise PlacementError(
             f"no input has a sequence at dim {options.seq_dim}.",
+            where=call.name,
             have=call.describe(),
             why="there is nothing to split: every rank would compute all of it",
             fix="pass seq_dim= to parallelize: 1 for [B, S], 0 for [S, B]",
@@ -108,11 +109,15 @@ def _check_length(captured: Captured, call: Call, axis_size: int, options: Optio
     length = min((shard.block for shard in homes.values()), default=axis_size)
     if length < axis_size:
         raise PlacementError(
-            f"a sequence of {length} is shorter than mesh axis 'sp' (size {axis_size}).",
+            f"dim {options.seq_dim} of the inputs has {length} entries, fewer than mesh axis 'sp' "
+            f"has ranks ({axis_size}).",
+            where=call.name,
             have=call.describe(),
-            why="every rank holds at least one token",
-            fix="use a smaller sp, or longer (packed) sequences; under torch.no_grad() short calls "
-            "run unsharded",
+            why=f"dim {options.seq_dim} is taken as the sequence (seq_dim={options.seq_dim}), and "
+            "every rank holds at least one entry of it",
+            fix="if it is the sequence, use a smaller sp, or longer (packed) sequences; if it is "
+            "not (the channels of images), pass seq_dim=; under torch.no_grad() short calls run "
+            "unsharded",
         )
 
 
@@ -128,6 +133,8 @@ def check_devices(call: Call, live: nn.Module | None, mesh: DeviceMesh) -> None:
     if "meta" in kinds:
         raise MeshError(
             f"{kinds['meta']} is on the meta device.",
+            where=call.name,
+            have=", ".join(f"{n} on {k}" for k, n in kinds.items()),
             why="it has no data",
             fix='materialize the model first: model.to_empty(device="cuda"), then initialize it',
         )
@@ -136,21 +143,20 @@ def check_devices(call: Call, live: nn.Module | None, mesh: DeviceMesh) -> None:
         kind, name = next(iter(wrong.items()))
         raise MeshError(
             f"{name} is on '{kind}', the mesh is on '{mesh.device_type}'.",
+            where=call.name,
             have=", ".join(f"{n} on {k}" for k, n in kinds.items()),
+            why="ranks exchange values on the mesh's device",
             fix=f'move it: .to("{mesh.device_type}")',
         )
 
 
 def _log_summary(program: Program, call: Call, seconds: float) -> None:
-    target = call.target
-    is_module = isinstance(target, nn.Module)
-    name = type(target).__name__ if is_module else getattr(target, "__name__", "function")
     regions = sum(bool(path) for path, _ in program.root.walk())
     forward, backward = traffic_of(program.nodes(), grad=program.grad)
     log.info(
         "traced %s(%s) in %.2f s: %d operations, %d regions (%d distinct); "
         "a step: forward %s, backward %s",
-        name,
+        call.name,
         call.describe(),
         seconds,
         sum(count for _, count in program.nodes()),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..capture import Call, read_call, state_key, state_text
+from ..capture import Call, name_of, read_call, state_key, state_text
 from .agree import Agreement
 from .border import placement_on
 from .build import Options, build, check_devices, sequence_length
@@ -41,7 +41,7 @@ class Forward:
         self.mesh = mesh
         self.gradient_mesh = gradient_mesh
         self.options = options
-        self.agreement = Agreement(mesh)
+        self.agreement = Agreement(mesh, name_of(target))
         self.programs: dict[Any, list[Program]] = defaultdict(list)
         self.last: Program | None = None
         self._compared = False
@@ -128,7 +128,7 @@ class Forward:
         whole = [t for t, p in zip(call.tensors, call.placements, strict=True) if p is None]
         self.agreement.on_data(whole, call.describe())
         constants = list(program.captured.consts.values())
-        self.agreement.on_data(constants, "tensors from outside of the model")
+        self.agreement.on_outside(constants)
         self._compare_parameters()
 
     def _compare_parameters(self) -> None:

@@ -83,6 +83,7 @@ class Program:
             if placement != Shard(placement.dim, chunk_sizes(meta.shape[placement.dim], n)):
                 raise PlacementError(
                     f"a hook on {tap.path} is given a value that DTensor cannot describe.",
+                    where=tap.place(),
                     have=describe(meta, placement),
                     why="its rows are not the chunks that DTensor's Shard means",
                     fix="put the hook on a module whose inputs and results are "
@@ -98,6 +99,9 @@ class Program:
             if not isinstance(value, DTensor):
                 raise UsageError(
                     f"a hook on {tap.path} returned a plain tensor for a value split over sp.",
+                    where=tap.place(),
+                    have=f"a plain tensor {tuple(value.shape)} for a value placed {placement}",
+                    why="which part of the whole it is cannot be known",
                     fix="compute on the DTensor that the hook is given, or return None",
                 )
             value = value.redistribute(placements=[TorchShard(placement.dim)])

@@ -328,3 +328,15 @@ def test_operation_without_a_rule_runs_on_one_rank_and_on_whole_values() -> None
     ids = IDS.double()
     program = assert_program_equals_whole(lambda ids: torch.histc(ids, 4), (ids,), 2)
     assert program.kinds() == []
+
+
+@pytest.mark.parametrize("path", ["blocks.0", "blocks.0.attention", "blocks.1.attention.q"])
+def test_hooks_move_nothing_on_uneven_parts(path: str) -> None:
+    """Between two hooks it stays known where the sequence dim is: 13 tokens on 4 ranks."""
+    ids = ids_of_t(2, 13)
+    want = lowered(ModelT(), (), 4, ids=ids, labels=ids).kinds()
+    model = ModelT()
+    for module in (model.get_submodule(path), model.blocks[1]):
+        module.register_forward_pre_hook(lambda m, a: None)
+        module.register_forward_hook(lambda m, a, out: None)
+    assert lowered(model, (), 4, ids=ids, labels=ids).kinds() == want

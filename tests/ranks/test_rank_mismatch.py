@@ -6,6 +6,8 @@ import re
 import time
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests import models
 from tests.compare import Collectives
@@ -51,9 +53,14 @@ def test_ranks_with_different_calls_get_an_error_on_every_rank(
     for name, text, seconds in run_on_ranks(differing, what, seen_before, timeout=60):
         assert name == "RankMismatchError", text
         assert seconds < 5
-        assert "ranks of one sp group were called with different shapes" in text
+        assert re.search(r"\n  where ModelT \(test_rank_mismatch\.py:\d+\)\n", text), text
         assert re.search(r"\n  have  ranks [02]: ", text), text
-        assert "autosp.data_shard(mesh)" in text
+        if what == "mode":  # the rows are the same: nothing is said of data
+            assert text.startswith("ranks of one sp group were called with models in different ")
+            assert "train() or eval()" in text and "data" not in text
+        else:
+            assert text.startswith("ranks of one sp group were called with different shapes")
+            assert "autosp.data_shard(mesh)" in text
 
 
 def test_ranks_with_different_data_get_an_error_at_the_first_call() -> None:
@@ -61,6 +68,89 @@ def test_ranks_with_different_data_get_an_error_at_the_first_call() -> None:
         assert name == "RankMismatchError", text
         assert seconds < 5
         assert text.startswith("ranks of one sp group were called with different data.")
+        assert re.search(r"ranks [02]: i64\[2, 16\].*; differs: tensor 0\n", text), text
+
+
+class Odd(ModelT):
+    """Differs on rank 1 in a way that the call does not show."""
+
+    def __init__(self, what: str, odd: bool) -> None:
+        super().__init__()
+        self.what, self.is_odd = what, odd
+        self.kept = [torch.full((1,), 2.0 if odd else 1.0, dtype=torch.float64)]  # no state
+        if what == "parameter" and odd:
+            with torch.no_grad():
+                self.head.weight[0, 0] += 1e-9
+
+    def hidden(self, x: Tensor, position_ids: Tensor | None, mask: Tensor | None) -> Tensor:
+        h = super().hidden(x, position_ids, mask)
+        if self.what == "program" and self.is_odd:
+            h = h.tanh()
+        elif self.what == "value" and self.is_odd:
+            h = h * h.sum().item()
+        elif self.what == "own error" and self.is_odd:
+            raise KeyError("no such file on this rank")
+        elif self.what == "outside":
+            h = h * self.kept[0]
+        return h
+
+
+def unlike(rank: Rank, what: str, check: bool = True) -> tuple[str, str]:
+    import autosp_dtensor as autosp
+
+    model = autosp.parallelize(Odd(what, rank.rank == 1), rank.mesh(sp=2), check_ranks=check)
+    try:
+        model(models.random_ids())
+    except Exception as error:
+        return type(error).__name__, re.sub(r"\.py:\d+", ".py:LINE", str(error))
+    return "", "ran"
+
+
+def test_ranks_with_different_parameters_are_told_which() -> None:
+    for name, text in run_on_ranks(unlike, "parameter", n=2, timeout=60):
+        assert name == "RankMismatchError"
+        assert text == (
+            "ranks of one sp group hold different parameters.\n"
+            "  where Odd (test_rank_mismatch.py:LINE)\n"
+            "  have  head.weight\n"
+            "  why   each computes a part of the sequence with its own copy\n"
+            "  fix   seed all ranks alike before the model is built, or load the same weights"
+        )
+
+
+def test_ranks_with_different_tensors_from_outside_are_told_so() -> None:
+    for name, text in run_on_ranks(unlike, "outside", n=2, timeout=60):
+        assert name == "RankMismatchError"
+        assert text.startswith(
+            "ranks of one sp group use different tensors from outside of the model.\n"
+            "  where Odd (test_rank_mismatch.py:LINE)\n"
+            "  have  ranks 0: f64[1]\n"
+            "        ranks 1: f64[1]\n"
+        )
+        assert "data_shard" not in text
+
+
+def test_ranks_that_traced_different_programs_are_told_to_look_at_their_python() -> None:
+    for name, text in run_on_ranks(unlike, "program", n=2, timeout=60):
+        assert name == "RankMismatchError"
+        assert text.startswith("ranks of one sp group traced different programs.\n")
+        assert "the environment" in text and "data_shard" not in text
+
+
+@pytest.mark.parametrize(
+    ("what", "own"),
+    [("value", "CaptureError: Python reads the value of a tensor: item()."),
+     ("own error", "KeyError: 'no such file on this rank'")],
+)  # fmt: skip
+def test_one_rank_that_fails_while_tracing_tells_the_others(what: str, own: str) -> None:
+    (fine, told), (failed, error) = run_on_ranks(unlike, what, n=2, timeout=60)
+    assert (failed, error.split("\n")[0]) == tuple(own.split(": ", 1))
+    assert fine == "RankMismatchError"
+    assert told.startswith(
+        "tracing failed on other ranks of the sp group, not on this one.\n"
+        "  where Odd (test_rank_mismatch.py:LINE)\n"
+        f"  have  rank 1: {own}"
+    )
 
 
 def one_more_call(rank: Rank) -> list[int]:

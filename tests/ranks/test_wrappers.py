@@ -111,6 +111,46 @@ def test_forward_hook_that_changes_the_output_of_a_block_is_obeyed() -> None:
     run_on_ranks(hook_replaces, n=2)
 
 
+def tensor_hook_in_a_hook(rank: Rank, with_fsdp: bool, when: str) -> None:
+    """`out.register_hook(fn)` in a forward hook is run at every call: fn sees, and may change, the
+    gradient of one device, in this rank's part."""
+    seen: list[torch.Tensor] = []
+
+    def build() -> nn.Module:
+        model = models.build_t()
+
+        def halved(grad: torch.Tensor) -> torch.Tensor:
+            seen.append(grad.full_tensor() if isinstance(grad, DTensor) else grad.clone())
+            return grad * 0.5
+
+        def hook(module: nn.Module, *given: Any) -> None:
+            value = given[-1][0] if when == "before" else given[-1]
+            value.register_hook(halved)
+
+        block = blocks_of(model)[1]
+        if when == "before":
+            block.register_forward_pre_hook(hook)
+        else:
+            block.register_forward_hook(hook)
+        return model
+
+    assert_same_as_one_device(
+        rank,
+        build,
+        batches_of_t(1)[0],
+        rank.mesh(sp=2),
+        set_up=parallelize_then_shard if with_fsdp else None,
+    )
+    one, split = seen
+    torch.testing.assert_close(split, one, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("with_fsdp", [False, True], ids=["plain", "fsdp2"])
+def test_tensor_hook_that_a_forward_hook_puts_on_is_obeyed(with_fsdp: bool, when: str) -> None:
+    run_on_ranks(tensor_hook_in_a_hook, with_fsdp, when, n=2)
+
+
 def gradient_hooks(rank: Rank) -> None:
     """`Tensor.register_post_accumulate_grad_hook` is how optimizers-in-backward work."""
     import autosp_dtensor as autosp

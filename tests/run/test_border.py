@@ -38,8 +38,10 @@ def test_input_that_is_a_sum_still_owed_is_refused_with_this_text() -> None:
         owed = _given(mesh, TorchPartial(), local=(2, 7, 4))
         with pytest.raises(MeshError) as error:
             placement_on(mesh, owed)
+    line = error.traceback[0].lineno + 1
     assert str(error.value) == (
         f"an input is a DTensor with placement {owed.placements[0]}.\n"
+        f"  where the call (test_border.py:{line})\n"
         f"  have  (2, 7, 4) {owed.placements}\n"
         "  why   a program takes whole values and values sharded on one dim\n"
         "  fix   redistribute it to Shard or Replicate first"
