@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..errors import CaptureError
 from ..graph import short_name
 
 __all__ = [
@@ -102,10 +103,21 @@ class Opaque(_Wrapped):
     def __init__(self, func: Callable[..., Any], name: str, form: str = "") -> None:
         super().__init__(func, name)
         self.form = form  # which attention entry point it is
+        self.single = True  # whether that gave one tensor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.func.apply if isinstance(self.func, type) else self.func
-        return call(*args, **kwargs)
+        result = call(*args, **kwargs)
+        if self.form and isinstance(result, tuple) is self.single:
+            raise CaptureError(
+                f"{self.__name__} gives a {type(result).__name__}.",
+                where=self.form,
+                have="a tensor in the trace" if self.single else "a tuple in the trace",
+                why="this release of the library differs from those that autosp knows",
+                fix="wrap the call in a function of your own and register it: "
+                "autosp.register_rule(fn, ...)",
+            )
+        return result
 
 
 class UnderAutocast(_Wrapped):

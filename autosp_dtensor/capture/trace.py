@@ -16,7 +16,6 @@ from .._torch import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
     TorchFunctionMode,
     UnsupportedOperatorException,
     no_torch_function,
@@ -25,6 +24,7 @@ from ..errors import CaptureError
 from ..graph import Facts, Meta, Origin, Scope, facts, given, meta_of, set_facts
 from ..source import user_line
 from .aliasing import Memory, memory_of
+from .atenlog import AtenLog
 from .bypass import looked_into
 from .ghost import Ghost
 from .kept import Made, made_in
@@ -58,19 +58,6 @@ def _autocast_state(kind: str) -> tuple[bool, Any]:
     return (True, torch.get_autocast_dtype(kind))
 
 
-class _AtenLog(TorchDispatchMode):
-    """Notes which ATen operations one torch-level call is made of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[Any] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace != "prim":
-            self.ops.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 class Recorder(TorchFunctionMode):
     """Records torch calls into `graph` while the ghost runs.
 
@@ -89,7 +76,7 @@ class Recorder(TorchFunctionMode):
         self.mutations: dict[Origin, int] = {}
         self.consts: dict[str, torch.Tensor] = {}
         self.origin_of: dict[int, Origin] = dict(ghost.origins) if ghost else {}
-        self.aten = _AtenLog()
+        self.aten = AtenLog()
         self.memory = Memory()
         self._checkpoints = 0
         self._depth = 0
@@ -350,11 +337,15 @@ class Recorder(TorchFunctionMode):
 
     def call(self, func, args, kwargs):
         """Call one of the package's own functions and record it as one node."""
+        result = self._unseen(func, args, kwargs)
+        self.record(func, args, kwargs, result)
+        return result
+
+    def _unseen(self, func, args, kwargs):
         start = len(self.aten.ops)
         with no_torch_function():
             result = func(*args, **kwargs)
         del self.aten.ops[start:]
-        self.record(func, args, kwargs, result)
         return result
 
     def record_tap(self, tap: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -365,11 +356,9 @@ class Recorder(TorchFunctionMode):
     ):
         """Run something not to be looked into, as one node; form: of an attention entry point."""
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)
-        start = len(self.aten.ops)
-        with no_torch_function():
-            result = run(*args, **kwargs)
-        del self.aten.ops[start:]
+        result = self._unseen(run, args, kwargs)
         opaque = Opaque(target, name, form)
+        opaque.single = isinstance(result, torch.Tensor)
         if fake is not None:
             opaque.without_data = fake
         self.record(opaque, args, kwargs, result, random=random)

@@ -17,31 +17,12 @@ from torch.fx import Graph, Node
 from ...capture.flex import flex_weights
 from ...capture.targets import UnderAutocast
 from ...graph import facts, set_facts, short_name
-from ..masks import MASKED_BELOW, Pattern, Softmax, tiled_attention
+from ..masks import Pattern, Softmax, tiled_attention
 from .masking import MaskSearch
 from .products import Product, as_product, split_baddbmm
+from .scores import CASTS, ScoreMask, walk_back
 
 __all__ = ["fuse_attention"]
-
-_CASTS = {"to", "float", "double", "half", "bfloat16", "type_as", "type"}
-
-
-@dataclass(frozen=True)
-class _Mask:
-    """A float mask that is added, or a bool one of what is allowed and the score of the rest."""
-
-    node: Node
-    fill: float | None = None
-
-
-@dataclass
-class _Scores:
-    """What was found on the way from softmax back to the product of queries and keys."""
-
-    product: Node | None = None
-    scale: float = 1.0
-    masks: list[_Mask] = field(default_factory=list)
-    casts: list[Node] = field(default_factory=list)
 
 
 def fuse_attention(graph: Graph, masks: MaskSearch) -> Graph:
@@ -108,7 +89,7 @@ def _last(softmax: Node, final: Node) -> Any:
 
 def _as_kernel(graph: Graph, found: _Attention, masks: MaskSearch) -> bool:
     """One scaled_dot_product_attention, where its arguments say all of it."""
-    scores = None if found.stats else _walk_back(found.scores)
+    scores = None if found.stats else walk_back(found.scores)
     before = None if scores is None else as_product(scores.product)
     if scores is None or before is None or not before.is_plain or scores.scale <= 0:
         return False
@@ -233,14 +214,14 @@ def _is_private(product: Node, at: Node) -> bool:
     return True
 
 
-def _forbids_wholly(mask: _Mask) -> bool:
+def _forbids_wholly(mask: ScoreMask) -> bool:
     """-inf where not allowed. With a finite fill a query that may read nothing weighs all keys
     alike, and kernels get its gradient wrong (torch 2.13, CPU: log-sum-exp absorbs the count).
     """
     return mask.fill == float("-inf")
 
 
-def _all_allowed(graph: Graph, masks: list[_Mask]) -> Node:
+def _all_allowed(graph: Graph, masks: list[ScoreMask]) -> Node:
     """All masks as one bool mask."""
     total = masks[0].node
     for mask in masks[1:]:
@@ -271,128 +252,6 @@ def _is_shared(query: Node, key: Node) -> bool:
     return len(q) == 4 and k[-3] == 1 and q[-3] > 1 and q[:-3] == k[:-3]
 
 
-def _walk_back(start: Any) -> _Scores | None:
-    """From softmax's argument to the product, through casts, masks, then scales; else None."""
-    found = _Scores()
-    node = start
-    while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
-        name = short_name(node.target)
-        if node.kwargs and name not in _CASTS:
-            return None  # torch.add(mask, scores, alpha=0.1) and the like
-        if as_product(node) is not None:
-            found.product = node
-            return found
-        if name in _CASTS:
-            found.casts.append(node)
-            node = node.args[0]
-            continue
-        step = _mask_step(node, name, found) or _scale_step(node, name, found)
-        if step is None:
-            return None
-        node = step
-    return None
-
-
-def _mask_step(node: Node, name: str, found: _Scores) -> Node | None:
-    """scores + mask, scores.masked_fill(mask, -inf), where(mask, scores, -inf): the scores."""
-    if found.scale != 1.0:
-        return None  # a mask added before the scale would be scaled as well
-    args: list[Any] = list(node.args)
-    if name == "add" and len(args) == 2 and all(isinstance(a, Node) for a in args):
-        sides = [a for a in args if _leads_to_product(a)]
-        if len(sides) == 1:
-            mask = args[1 - args.index(sides[0])]
-            if not facts(mask).meta.dtype.is_floating_point:
-                return None  # adding True adds 1
-            found.masks.append(_Mask(mask))
-            return sides[0]
-    elif name == "masked_fill" and len(args) == 3 and _forbids(args[2]):
-        found.masks.append(_Mask(_not(node, args[1]), _number(args[2])))
-        return args[0]
-    elif name == "where" and len(args) == 3 and _forbids(args[2]):
-        found.masks.append(_Mask(args[0], _number(args[2])))
-        return args[1]
-    elif name == "where" and len(args) == 3 and _forbids(args[1]):
-        found.masks.append(_Mask(_not(node, args[0]), _number(args[1])))
-        return args[2]
-    return None
-
-
-def _not(at: Node, mask: Any) -> Node:
-    """The opposite of a bool mask; dead code once it has been recognized."""
-    with at.graph.inserting_before(at):
-        node = at.graph.call_function(torch.logical_not, (mask,))
-    meta = replace(facts(mask).meta, dtype=torch.bool)
-    set_facts(node, replace(facts(at), outs=(meta,), aten=(torch.ops.aten.logical_not.default,)))
-    return node
-
-
-def _forbids(value: Any) -> bool:
-    number = _number(value)
-    return number is not None and number <= MASKED_BELOW
-
-
-def _number(value: Any) -> float | None:
-    """A Python number, or a scalar tensor made from one."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, Node) and facts(value).meta.shape == () and value.op == "call_function":
-        number = _scalar_number(value)
-        return (
-            None if number is None else torch.tensor(number, dtype=facts(value).meta.dtype).item()
-        )
-    return None
-
-
-def _scalar_number(value: Node) -> float | None:
-    if value.op == "call_function":
-        name, args = short_name(value.target), value.args
-        if name == "tensor" and args and isinstance(args[0], (int, float)):
-            return float(args[0])
-        if name == "full":
-            fill = args[1] if len(args) > 1 else value.kwargs.get("fill_value")
-            return float(fill) if isinstance(fill, (int, float)) else None
-        if name in _CASTS:
-            return _number(args[0])
-    return None
-
-
-def _leads_to_product(value: Any) -> bool:
-    while isinstance(value, Node) and value.op == "call_function":
-        name = short_name(value.target)
-        if as_product(value) is not None:
-            return True
-        if name not in _CASTS and name not in (
-            "mul",
-            "rmul",
-            "div",
-            "truediv",
-            "masked_fill",
-            "add",
-        ):
-            return False
-        value = value.args[0]
-    return False
-
-
-def _scale_step(node: Node, name: str, found: _Scores) -> Node | None:
-    """scores * number, scores / number."""
-    if len(node.args) != 2 or node.kwargs:
-        return None
-    a, b = node.args
-    if name in ("mul", "rmul"):
-        for rest, other in ((a, b), (b, a)):
-            number = _number(other)
-            if number is not None and isinstance(rest, Node):
-                found.scale *= number
-                return rest
-    number = _number(b)
-    if name in ("div", "truediv") and number and isinstance(a, Node):
-        found.scale /= number
-        return a
-    return None
-
-
 def _walk_forward(softmax: Node, casts: list[Node]) -> tuple[Node | None, float]:
     """(product with the values, dropout probability), from softmax through casts and dropout."""
     node, probability = softmax, 0.0
@@ -409,7 +268,7 @@ def _walk_forward(softmax: Node, casts: list[Node]) -> tuple[Node | None, float]
             training = user.args[2] if len(user.args) > 2 else user.kwargs.get("training", True)
             rate: Any = user.args[1] if len(user.args) > 1 else user.kwargs.get("p", 0.5)
             probability = float(rate) if training else 0.0
-        elif name in _CASTS:
+        elif name in CASTS:
             casts.append(user)
         else:
             return None, 0.0
