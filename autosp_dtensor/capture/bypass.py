@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 
-from .._torch import AUTOGRAD_FUNCTION_BASE, NON_REENTRANT, CheckpointFunction
+from .._torch import NON_REENTRANT, CheckpointFunction, functions_run_by
 from ..errors import CaptureError
 
 if TYPE_CHECKING:
@@ -41,24 +41,36 @@ def looked_into() -> Iterator[None]:
             setattr(functional, name, function)
 
 
+def _write_counts(args: tuple[Any, ...]) -> list[int]:
+    """How often each tensor has been written to; torch does not count under inference_mode."""
+    return [t._version for t in args if isinstance(t, torch.Tensor) and not t.is_inference()]
+
+
 @contextlib.contextmanager
 def patched(recorder: Recorder) -> Iterator[None]:
-    """While tracing, autograd.Function.apply is one opaque node and checkpoint calls its function.
+    """While tracing, an autograd.Function is one opaque node and checkpoint calls its function.
 
     Functions that are wrapped in torch.compile run eagerly.
     """
-    base = AUTOGRAD_FUNCTION_BASE
     non_reentrant = getattr(torch.utils.checkpoint, NON_REENTRANT)
     autograd_grad = torch.autograd.grad
+    reentrant: Any = CheckpointFunction
 
-    def recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
-            with recorder.checkpointed():
-                return args[0](*args[2:])
-        run = super(base, cls).apply
-        if recorder.is_inside_call:  # part of a torch-level call, which is one node already
-            return run(*args, **kwargs)
-        return recorder.opaque(cls, run, args, kwargs, name=cls.__name__)
+    def recorded_apply(cls: Any, apply: Any, args: tuple[Any, ...]) -> Any:
+        counts = _write_counts(args)
+        result = recorder.opaque(cls, apply, args, {}, name=cls.__name__)
+        if _write_counts(args) != counts:
+            raise CaptureError(
+                f"autograd.Function {cls.__name__} changes an argument in place.",
+                where=recorder.where(),
+                why="in the program it is one call, of which only what it returns is known",
+                fix="let its forward return a new tensor",
+            )
+        return result
+
+    def recorded_reentrant(function: Any, _preserve_rng_state: bool, *args: Any) -> Any:
+        with recorder.checkpointed():
+            return function(*args)
 
     def refused_grad(*args: Any, **kwargs: Any) -> Any:
         raise CaptureError(
@@ -72,18 +84,22 @@ def patched(recorder: Recorder) -> Iterator[None]:
         with recorder.checkpointed():
             yield
 
-    base.apply = classmethod(recorded_apply)
+    reentrant.apply = staticmethod(recorded_reentrant)
     torch.autograd.grad = refused_grad
     setattr(torch.utils.checkpoint, NON_REENTRANT, recorded_non_reentrant)
     token = _ACTIVE.set(recorder)
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # one fused call that no rule could split
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            # Inside a call, a Function is part of what is one node already.
+            functions_run_by(recorded_apply, when=lambda: not recorder.is_inside_call),
+        ):
             yield
     finally:
         _ACTIVE.reset(token)
         torch.backends.mha.set_fastpath_enabled(fast_path)
-        del base.apply
+        del reentrant.apply
         torch.autograd.grad = autograd_grad
         setattr(torch.utils.checkpoint, NON_REENTRANT, non_reentrant)

@@ -364,8 +364,12 @@ class Recorder(TorchFunctionMode):
         """Run something that is not to be looked into, and record it as one node."""
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)
         start = len(self.aten.ops)
-        with no_torch_function():
-            result = run(*args, **kwargs)
+        self._depth += 1
+        try:
+            with no_torch_function():
+                result = run(*args, **kwargs)
+        finally:
+            self._depth -= 1
         del self.aten.ops[start:]
         opaque = Opaque(target, name)
         if fake is not None:
