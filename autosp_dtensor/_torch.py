@@ -42,6 +42,7 @@ __all__ = [
     "fsdp_hooks_alone",
     "fsdp_param_dtypes",
     "fsdp_policy",
+    "function_apply",
     "functions_run_by",
     "hook_counts",
     "module_hook_dicts",
@@ -176,6 +177,11 @@ def no_torch_function() -> Any:
     return torch._C.DisableTorchFunction()
 
 
+def function_apply(cls: Any) -> Callable[..., Any]:
+    """torch's own apply of a Function, also where its class wraps another around it."""
+    return torch.autograd.Function.__dict__["apply"].__get__(None, cls)
+
+
 @contextlib.contextmanager
 def functions_run_by(instead: Callable[..., Any], when: Callable[[], bool]) -> Iterator[None]:
     """Inside, what a Function's apply gives is `instead(cls, apply, args)`, where `when()` holds.
@@ -186,7 +192,6 @@ def functions_run_by(instead: Callable[..., Any], when: Callable[[], bool]) -> I
     gradient edge) is only for fake tensors, whose gradient nobody takes.
     """
     exchanged: list[Callable[[], None]] = []
-    base: Any = _function._SingleLevelFunction
     contexts: Any = _function.BackwardCFunction
 
     def context_made(context: Any) -> None:
@@ -194,7 +199,7 @@ def functions_run_by(instead: Callable[..., Any], when: Callable[[], bool]) -> I
             return
         cls = type(context)._forward_cls
         given = {name: cls.__dict__.get(name) for name in ("forward", "setup_context")}
-        takes_context = cls.setup_context is base.setup_context
+        takes_context = cls.setup_context is torch.autograd.Function.setup_context
         grad = torch.is_grad_enabled()  # C calls forward without
 
         def restore() -> None:
@@ -207,9 +212,8 @@ def functions_run_by(instead: Callable[..., Any], when: Callable[[], bool]) -> I
 
         def forward(*args: Any) -> Any:
             restore()
-            parent: Any = super(base, cls)
             with torch.set_grad_enabled(grad):
-                result = instead(cls, parent.apply, args[1:] if takes_context else args)
+                result = instead(cls, function_apply(cls), args[1:] if takes_context else args)
             every = result if isinstance(result, tuple) else (result,)
             context.mark_non_differentiable(
                 *(t for t in every if isinstance(t, torch.Tensor) and not t.requires_grad)

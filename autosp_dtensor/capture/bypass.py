@@ -41,11 +41,6 @@ def looked_into() -> Iterator[None]:
             setattr(functional, name, function)
 
 
-def _write_counts(args: tuple[Any, ...]) -> list[int]:
-    """How often each tensor has been written to; torch does not count under inference_mode."""
-    return [t._version for t in args if isinstance(t, torch.Tensor) and not t.is_inference()]
-
-
 @contextlib.contextmanager
 def patched(recorder: Recorder) -> Iterator[None]:
     """While tracing, an autograd.Function is one opaque node and checkpoint calls its function.
@@ -57,16 +52,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
     reentrant: Any = CheckpointFunction
 
     def recorded_apply(cls: Any, apply: Any, args: tuple[Any, ...]) -> Any:
-        counts = _write_counts(args)
-        result = recorder.opaque(cls, apply, args, {}, name=cls.__name__)
-        if _write_counts(args) != counts:
-            raise CaptureError(
-                f"autograd.Function {cls.__name__} changes an argument in place.",
-                where=recorder.where(),
-                why="in the program it is one call, of which only what it returns is known",
-                fix="let its forward return a new tensor",
-            )
-        return result
+        return recorder.opaque(cls, apply, args, {}, name=cls.__name__)
 
     def recorded_reentrant(function: Any, _preserve_rng_state: bool, *args: Any) -> Any:
         with recorder.checkpointed():

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import CaptureError
 from ..graph import short_name
+from ..tree import flatten
 
-__all__ = ["READS", "refuse_detached_write", "refuse_effects", "refuse_method", "value_read"]
+__all__ = [
+    "READS",
+    "refuse_detached_write",
+    "refuse_effects",
+    "refuse_method",
+    "refused_writes",
+    "value_read",
+]
 
 READS = {"numpy", "__array__", "data_ptr"}  # tensors without data have none of these
 _METHODS = {
@@ -75,6 +84,22 @@ def refuse_detached_write(target: torch.Tensor, func: Callable[..., Any], where:
             where=where,
             why="its history would have to go on from before the change",
             fix="use an out-of-place operation and detach() what is meant to have no gradient",
+        )
+
+
+@contextlib.contextmanager
+def refused_writes(name: str, given: Any, where: Callable[[], str]) -> Iterator[None]:
+    """What is recorded as one node may not write to what it is given."""
+    tensors = (t for t in flatten(given)[0] if isinstance(t, torch.Tensor))
+    counted = [t for t in tensors if not t.is_inference()]  # there torch does not count writes
+    before = [t._version for t in counted]
+    yield
+    if [t._version for t in counted] != before:
+        raise CaptureError(
+            f"{name} changes an argument in place.",
+            where=where(),
+            why="the program has it as one call, and knows only what it returns",
+            fix="return a new tensor from it, and use that",
         )
 
 

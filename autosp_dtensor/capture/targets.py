@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._torch import function_apply
 from ..graph import short_name
 
 __all__ = [
@@ -99,8 +100,13 @@ class Opaque(_Wrapped):
 
     without_data: Callable[..., Any]  # set where a user's rule has a fake
 
+    def __init__(self, func: Any, name: str, fake: Callable[..., Any] | None = None) -> None:
+        super().__init__(func, name)
+        if fake is not None:
+            self.without_data = fake
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.func.apply if isinstance(self.func, type) else self.func
+        call = function_apply(self.func) if isinstance(self.func, type) else self.func
         return call(*args, **kwargs)
 
 

@@ -26,7 +26,14 @@ from ..graph import Facts, Meta, Origin, Scope, set_facts, short_name
 from .aliasing import Memory, memory_of
 from .bypass import looked_into
 from .ghost import Ghost
-from .refuse import READS, refuse_detached_write, refuse_effects, refuse_method, value_read
+from .refuse import (
+    READS,
+    refuse_detached_write,
+    refuse_effects,
+    refuse_method,
+    refused_writes,
+    value_read,
+)
 from .source import user_line
 from .targets import (
     Opaque,
@@ -366,15 +373,12 @@ class Recorder(TorchFunctionMode):
         start = len(self.aten.ops)
         self._depth += 1
         try:
-            with no_torch_function():
+            with refused_writes(name, (args, kwargs), self.where), no_torch_function():
                 result = run(*args, **kwargs)
         finally:
             self._depth -= 1
         del self.aten.ops[start:]
-        opaque = Opaque(target, name)
-        if fake is not None:
-            opaque.without_data = fake
-        self.record(opaque, args, kwargs, result)
+        self.record(Opaque(target, name, fake), args, kwargs, result)
         return result
 
     # -- where --------------------------------------------------------------------------------
