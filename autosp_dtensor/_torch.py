@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from torch.autograd import function as _function
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
-    "AUTOGRAD_FUNCTION_BASE",
     "NON_REENTRANT",
     "CheckpointFunction",
     "DataDependentOutputException",
@@ -42,6 +43,8 @@ __all__ = [
     "fsdp_hooks_alone",
     "fsdp_param_dtypes",
     "fsdp_policy",
+    "function_apply",
+    "functions_run_by",
     "has_backward_hooks_on_all",
     "hook_counts",
     "module_hook_dicts",
@@ -181,9 +184,66 @@ def no_torch_function() -> Any:
     return torch._C.DisableTorchFunction()
 
 
-# What checkpoint(use_reentrant=False) runs, looked up by name.
-# What Function.apply calls: the one place that every way to call it goes through, also
-# `f = MyFunction.apply`.
-AUTOGRAD_FUNCTION_BASE: Any = torch.autograd.function._SingleLevelFunction
+def function_apply(cls: Any) -> Callable[..., Any]:
+    """torch's own apply of a Function, also where its class wraps another around it."""
+    return torch.autograd.Function.__dict__["apply"].__get__(None, cls)
 
-NON_REENTRANT = "_checkpoint_without_reentrant_generator"
+
+@contextlib.contextmanager
+def functions_run_by(instead: Callable[..., Any], when: Callable[[], bool]) -> Iterator[None]:
+    """Inside, what a Function's apply gives is `instead(cls, apply, args)`, where `when()` holds.
+
+    An apply kept from before (`f = MyFunction.apply`) is reached too. Since torch 2.14 that is a C
+    method, which nothing can replace, so what it calls is: it makes the Function's context, then
+    calls its forward, which is exchanged in between. What C puts around the results then (a
+    gradient edge) is only for fake tensors, whose gradient nobody takes.
+    """
+    exchanged: list[Callable[[], None]] = []
+    contexts: Any = _function.BackwardCFunction
+
+    def context_made(context: Any) -> None:
+        if not when():
+            return
+        cls = type(context)._forward_cls
+        given = {name: cls.__dict__.get(name) for name in ("forward", "setup_context")}
+        takes_context = cls.setup_context is torch.autograd.Function.setup_context
+        grad = torch.is_grad_enabled()  # C calls forward without
+
+        def restore() -> None:
+            exchanged.remove(restore)
+            for name, own in given.items():
+                if own is not None:
+                    setattr(cls, name, own)
+                elif name in cls.__dict__:
+                    delattr(cls, name)
+
+        def forward(*args: Any) -> Any:
+            restore()
+            with torch.set_grad_enabled(grad):
+                result = instead(cls, function_apply(cls), args[1:] if takes_context else args)
+            every = result if isinstance(result, tuple) else (result,)
+            context.mark_non_differentiable(
+                *(t for t in every if isinstance(t, torch.Tensor) and not t.requires_grad)
+            )
+            return result
+
+        exchanged.append(restore)
+        cls.forward = staticmethod(forward)
+        if not takes_context:
+            cls.setup_context = staticmethod(lambda *_: None)
+
+    contexts.__init__ = context_made
+    try:
+        yield
+    finally:
+        del contexts.__init__
+        for restore in reversed(exchanged):
+            restore()
+
+
+# What checkpoint(use_reentrant=False) runs, looked up by name. torch 2.14 left the old name to
+# other callers.
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+NON_REENTRANT = next(
+    name for name in (f"{_GENERATOR}_impl", _GENERATOR) if hasattr(checkpoint, name)
+)

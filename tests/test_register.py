@@ -143,6 +143,15 @@ def test_python_function_that_reads_values_is_one_call() -> None:
         assert_program_equals_whole(model(lambda x: wrapped(x) + wrapped(x, edges=4)), (IDS,), n)
 
 
+def test_python_function_that_writes_to_its_argument_is_refused() -> None:
+    def written(x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+    opaque = autosp.register_rule(written, "b s d -> b s d")
+    with pytest.raises(autosp.CaptureError, match="written changes an argument in place"):
+        lowered(model(lambda x: opaque(x * 1)), (IDS,), 2)
+
+
 def test_name_that_no_result_has_is_summed_over() -> None:
     @lambda f: autosp.register_rule(f, "b s d -> b d")
     def energy(x: Tensor) -> Tensor:

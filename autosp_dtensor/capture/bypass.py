@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 
-from .._torch import AUTOGRAD_FUNCTION_BASE, NON_REENTRANT, CheckpointFunction, FakeTensor
+from .._torch import NON_REENTRANT, CheckpointFunction, FakeTensor, functions_run_by
 from ..errors import CaptureError
 from ..graph import given
 from . import flash, flex
@@ -47,23 +47,21 @@ def looked_into() -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched(recorder: Recorder) -> Iterator[None]:
-    """While tracing, autograd.Function.apply is one opaque node and checkpoint calls its function.
+    """While tracing, an autograd.Function is one opaque node and checkpoint calls its function.
 
     Functions that are wrapped in torch.compile run eagerly. FakeTensor has a tolist of its own that
     calls item(): refused under its own name.
     """
-    base = AUTOGRAD_FUNCTION_BASE
     non_reentrant = getattr(torch.utils.checkpoint, NON_REENTRANT)
     autograd_grad, tolist = torch.autograd.grad, FakeTensor.tolist
+    reentrant: Any = CheckpointFunction
 
-    def recorded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
-            with recorder.checkpointed():
-                return args[0](*args[2:])
-        run = super(base, cls).apply
-        if recorder.is_inside_call:  # part of a torch-level call, which is one node already
-            return run(*args, **kwargs)
-        return recorder.opaque(cls, run, args, kwargs, name=cls.__name__)
+    def recorded_apply(cls: Any, apply: Any, args: tuple[Any, ...]) -> Any:
+        return recorder.opaque(cls, apply, args, {}, name=cls.__name__)
+
+    def recorded_reentrant(function: Any, _preserve_rng_state: bool, *args: Any) -> Any:
+        with recorder.checkpointed():
+            return function(*args)
 
     def refused_grad(*args: Any, **kwargs: Any) -> Any:
         raise CaptureError(
@@ -84,7 +82,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         except CaptureError as error:  # its own text names item(), which tolist() is made of
             raise value_read(tolist, recorder.where(), given(self)) from error
 
-    base.apply = classmethod(recorded_apply)
+    reentrant.apply = staticmethod(recorded_reentrant)
     FakeTensor.tolist = named_tolist
     torch.autograd.grad = refused_grad
     setattr(torch.utils.checkpoint, NON_REENTRANT, recorded_non_reentrant)
@@ -95,12 +93,14 @@ def patched(recorder: Recorder) -> Iterator[None]:
         with (
             torch.compiler.set_stance("force_eager"),
             intercepted({**flash.handlers(), **flex.handlers()}, active_recorder),
+            # Inside a call, a Function is part of what is one node already.
+            functions_run_by(recorded_apply, when=lambda: not recorder.is_inside_call),
         ):
             yield
     finally:
         _ACTIVE.reset(token)
         torch.backends.mha.set_fastpath_enabled(fast_path)
-        del base.apply
+        del reentrant.apply
         torch.autograd.grad = autograd_grad
         FakeTensor.tolist = tolist
         setattr(torch.utils.checkpoint, NON_REENTRANT, non_reentrant)

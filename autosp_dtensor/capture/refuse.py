@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from ..errors import CaptureError
 from ..graph import Origin, given, short_name
+from ..tree import flatten
 
 __all__ = [
     "READS",
@@ -19,6 +21,7 @@ __all__ = [
     "refuse_method",
     "refuse_recurrent",
     "refuse_result",
+    "refused_writes",
     "value_read",
 ]
 
@@ -96,6 +99,23 @@ def refuse_detached_write(target: torch.Tensor, func: Callable[..., Any], where:
             have=given(target),
             why="its history would have to go on from before the change",
             fix="use an out-of-place operation and detach() what is meant to have no gradient",
+        )
+
+
+@contextlib.contextmanager
+def refused_writes(name: str, arguments: Any, where: Callable[[], str]) -> Iterator[None]:
+    """What is recorded as one node may not write to what it is given."""
+    tensors = (t for t in flatten(arguments)[0] if isinstance(t, torch.Tensor))
+    counted = [t for t in tensors if not t.is_inference()]  # there torch does not count writes
+    before = [t._version for t in counted]
+    yield
+    if [t._version for t in counted] != before:
+        raise CaptureError(
+            f"{name} changes an argument in place.",
+            where=where(),
+            have=given(arguments),
+            why="the program has it as one call, and knows only what it returns",
+            fix="return a new tensor from it, and use that",
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._torch import function_apply
 from ..errors import CaptureError
 from ..graph import short_name
 
@@ -100,13 +101,17 @@ class Opaque(_Wrapped):
 
     without_data: Callable[..., Any]  # set where a user's rule has a fake
 
-    def __init__(self, func: Callable[..., Any], name: str, form: str = "") -> None:
+    def __init__(
+        self, func: Any, name: str, fake: Callable[..., Any] | None = None, form: str = ""
+    ) -> None:
         super().__init__(func, name)
+        if fake is not None:
+            self.without_data = fake
         self.form = form  # which attention entry point it is
         self.single = True  # whether that gave one tensor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.func.apply if isinstance(self.func, type) else self.func
+        call = function_apply(self.func) if isinstance(self.func, type) else self.func
         result = call(*args, **kwargs)
         if self.form and isinstance(result, tuple) is self.single:
             raise CaptureError(

@@ -35,6 +35,7 @@ from .refuse import (
     refuse_foreign_write,
     refuse_method,
     refuse_result,
+    refused_writes,
     value_read,
 )
 from .targets import (
@@ -343,10 +344,13 @@ class Recorder(TorchFunctionMode):
 
     def _unseen(self, func, args, kwargs):
         start = len(self.aten.ops)
-        with no_torch_function():
-            result = func(*args, **kwargs)
-        del self.aten.ops[start:]
-        return result
+        self._depth += 1
+        try:
+            with no_torch_function():
+                return func(*args, **kwargs)
+        finally:
+            self._depth -= 1
+            del self.aten.ops[start:]
 
     def record_tap(self, tap: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return self.opaque(tap, tap, tuple(tensors), {}, name=tap.__name__)
@@ -356,11 +360,10 @@ class Recorder(TorchFunctionMode):
     ):
         """Run something not to be looked into, as one node; form: of an attention entry point."""
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)
-        result = self._unseen(run, args, kwargs)
-        opaque = Opaque(target, name, form)
+        with refused_writes(name, (args, kwargs), self.where):
+            result = self._unseen(run, args, kwargs)
+        opaque = Opaque(target, name, fake, form)
         opaque.single = isinstance(result, torch.Tensor)
-        if fake is not None:
-            opaque.without_data = fake
         self.record(opaque, args, kwargs, result, random=random)
         return result
 

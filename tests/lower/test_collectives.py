@@ -12,7 +12,7 @@ from torch import Tensor
 from autosp_dtensor.lower import collectives
 from autosp_dtensor.placement import Cover, Partial, Replicate, Shard
 from tests.lower.wire import on_ranks
-from tests.simulate import cut, glue, shardings
+from tests.pieces import cut, glue, shardings
 
 R, P = Replicate(), Partial()
 

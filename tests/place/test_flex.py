@@ -16,7 +16,8 @@ from autosp_dtensor.capture import capture, read_call
 from autosp_dtensor.errors import CaptureError
 from autosp_dtensor.place.masks import tiles
 from tests import reference_attention
-from tests.simulate import Lowered, Ranks, assert_program_equals_whole, glue, lowered
+from tests.pieces import glue
+from tests.simulate import Lowered, Ranks, assert_program_equals_whole, lowered
 
 LENGTH, HEADS, SIZE = 13, 4, 2
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 6 + [2] * 3, [0] * 1 + [1] * 11 + [2] * 1])

@@ -20,8 +20,9 @@ from autosp_dtensor.place.canonical import canonicalize
 from autosp_dtensor.place.rule import Op, Option, Rule, Slot, fill
 from autosp_dtensor.place.table import _BY_NAME, find_rule
 from autosp_dtensor.placement import Partial, Replicate, Shard
+from tests.pieces import cut, glue, shardings
 from tests.place.rule_cases import CASES, Case, b, f, i
-from tests.simulate import cut, glue, run_whole, shardings
+from tests.simulate import run_whole
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:reduction. 'mean' divides"),  # kl_div
@@ -140,7 +141,7 @@ def _flat(names: list[str] = NAMES) -> list[Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_rule_has_a_case(name: str) -> None:
-    assert CASES.get(name), f"bring cases of {name!r} to rule_cases.py"
+    assert CASES.get(name), f"bring cases of {name!r} to rule_cases/"
 
 
 @pytest.mark.parametrize(("name", "index"), _flat())

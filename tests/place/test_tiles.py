@@ -11,7 +11,8 @@ from torch import Tensor
 
 from autosp_dtensor.graph import facts
 from autosp_dtensor.place.masks import tiles
-from tests.simulate import Lowered, Ranks, assert_program_equals_whole, glue, lowered
+from tests.pieces import glue
+from tests.simulate import Lowered, Ranks, assert_program_equals_whole, lowered
 
 LENGTH = 13
 INF = float("inf")

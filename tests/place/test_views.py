@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autosp_dtensor.place.rules.views import reshape_shard
 from autosp_dtensor.placement import Shard
-from tests.simulate import cut, positions
+from tests.pieces import cut, positions
 
 RANKS = (1, 2, 3, 4)
 

@@ -21,11 +21,12 @@ from autosp_dtensor.run.codegen import Link
 from autosp_dtensor.run.constants import Constants
 from autosp_dtensor.run.program import Program, _Binder
 from autosp_dtensor.tree import flatten
-from tests.lower.test_graph import IDS, Blocks, Shared
+from tests.lower.test_regions import IDS, Blocks, Shared
 from tests.lower.wire import on_ranks
 from tests.model_t import ModelT, TConfig, ids_of_t
+from tests.pieces import cut, glue
 from tests.place.test_random_programs import Drawn
-from tests.simulate import Lowered, cut, glue, lowered
+from tests.simulate import Lowered, lowered
 
 
 def bound(program: Lowered, model: nn.Module, group: Any, rank: int) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,54 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import autosp_dtensor as autosp
 from autosp_dtensor.api import forward_of
-from tests.run.fake_group import fake_mesh
-
-IDS = torch.randint(16, (2, 12), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh(1) as made:
-        yield made
-
-
-class Model(nn.Module):
-    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(16, 8)
-        self.linear = nn.Linear(8, 8)
-        self.dropout = nn.Dropout(0.5)
-        self.register_buffer("usage", torch.zeros(8))
-        self.register_buffer("mask", torch.ones(16, 16, dtype=torch.bool).tril())
-        self.scale = 2.0
-        self.sizes = [1, 2]
-        self.config = SimpleNamespace(scale=2.0, inner=SimpleNamespace(power=1))
-        self.table = torch.linspace(0, 1, 8)
-        self.count = 0
-        self.body = body
-        self.double()
-
-    def forward(self, ids: Tensor) -> Any:
-        return self.body(self, self.embedding(ids))
-
-
-def programs(model: Any) -> int:
-    return sum(len(found) for found in forward_of(model).programs.values())
-
-
-def whole(result: Tensor) -> Tensor:
-    """A split result is a DTensor, of which the one rank holds all."""
-    return result.to_local() if isinstance(result, DTensor) else result
-
-
-def same(model: nn.Module, reference: nn.Module, *args: Any) -> None:
-    torch.testing.assert_close(whole(model(*args)), reference(*args), rtol=0, atol=0)
-
+from tests.run.one_rank import IDS, Model, same, whole
 
 # -- the module stays what it was ------------------------------------------------------------------
 
@@ -120,132 +74,6 @@ def test_copied_module_is_parallelized_on_its_own(mesh: DeviceMesh) -> None:
     assert torch.equal(whole(twin(IDS)), torch.zeros_like(first))
     assert torch.equal(whole(model(IDS)), first)
     assert forward_of(twin) is not forward_of(model)
-
-
-# -- programs are kept for what they depend on -----------------------------------------------------
-
-
-def test_program_is_traced_once_for_each_shape_mode_and_value(mesh: DeviceMesh) -> None:
-    model = autosp.parallelize(Model(lambda m, x: m.linear(x)), mesh)
-    for _ in range(3):
-        model(IDS)
-        model(IDS + 1 - 1)
-    assert programs(model) == 1
-    model(IDS[:, :7])
-    assert programs(model) == 2
-    model.eval()
-    model(IDS)
-    assert programs(model) == 3
-    with torch.no_grad():
-        model(IDS)
-    assert programs(model) == 4
-    model.train()
-    model.linear.weight.requires_grad_(False)
-    model(IDS)
-    assert programs(model) == 5
-    model.linear.weight.requires_grad_(True)
-    model(IDS)
-    assert programs(model) == 5
-
-
-def test_weights_are_read_at_every_call(mesh: DeviceMesh) -> None:
-    model = Model(lambda m, x: m.linear(x))
-    reference = copy.deepcopy(model)
-    autosp.parallelize(model, mesh)
-    model(IDS)
-    for each in (model, reference):
-        with torch.no_grad():
-            each.linear.weight.mul_(2)
-            each.linear.bias = nn.Parameter(torch.ones(8, dtype=torch.float64))
-            each.table = each.table + 1
-    same(model, reference, IDS)
-    assert programs(model) == 1
-
-
-def test_module_swapped_in_is_used(mesh: DeviceMesh) -> None:
-    model = autosp.parallelize(Model(lambda m, x: m.linear(x)), mesh)
-    model(IDS)
-    model.linear = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)).double()
-    assert torch.equal(whole(model(IDS)), model.linear(model.embedding(IDS)))
-
-
-def _scaled(model: Model) -> None:
-    model.scale = 3.0
-
-
-def _list(model: Model) -> None:
-    model.sizes[0] = 5
-
-
-def _config(model: Model) -> None:
-    model.config.scale = 3.0
-
-
-def _inner(model: Model) -> None:
-    model.config.inner.power = 2
-
-
-def _dropout(model: Model) -> None:
-    model.dropout.p = 0.0
-
-
-def _new(model: Model) -> None:
-    model.config = SimpleNamespace(scale=0.5, inner=SimpleNamespace(power=3))
-
-
-def _all(m: Any, x: Tensor) -> Tensor:
-    x = x * m.scale * m.sizes[0] * m.config.scale
-    return m.dropout(x.pow(m.config.inner.power) * 0 + 1) * 0 + x.pow(m.config.inner.power)
-
-
-@pytest.mark.parametrize("change", [_scaled, _list, _config, _inner, _new])
-def test_attribute_changed_by_the_user_is_seen(
-    mesh: DeviceMesh, change: Callable[[Model], None]
-) -> None:
-    model = Model(_all)
-    reference = copy.deepcopy(model)
-    autosp.parallelize(model, mesh)
-    same(model, reference, IDS)
-    change(model)
-    change(reference)
-    same(model, reference, IDS)
-
-
-def test_dropout_changed_by_the_user_is_seen(mesh: DeviceMesh) -> None:
-    model = autosp.parallelize(Model(lambda m, x: m.dropout(x * 0 + 1)), mesh)
-    assert set(whole(model(IDS)).unique().tolist()) == {0.0, 2.0}
-    _dropout(model)
-    assert set(whole(model(IDS)).unique().tolist()) == {1.0}
-
-
-def test_forward_changed_by_the_user_is_seen_or_refused(mesh: DeviceMesh) -> None:
-    model = autosp.parallelize(Model(lambda m, x: x), mesh)
-    first = whole(model(IDS))
-    model.body = lambda m, x: x * 2
-    assert torch.equal(whole(model(IDS)), first * 2)
-
-
-def test_many_programs_are_warned_of(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
-    model = autosp.parallelize(Model(lambda m, x: x), mesh)
-    with caplog.at_level(logging.WARNING, "autosp_dtensor"):
-        for length in range(1, 17):
-            model(torch.zeros(1, length, dtype=torch.int64))
-    assert [record.getMessage() for record in caplog.records] == [
-        "16 programs traced for one module; each new shape or Python value is traced once: pad "
-        "lengths to a few sizes, pass numbers that change (a count, a scale) as tensors"
-    ]
-
-
-def test_what_was_traced_is_logged(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
-    model = autosp.parallelize(Model(lambda m, x: m.linear(x)), mesh)
-    with caplog.at_level(logging.INFO, "autosp_dtensor"):
-        model(IDS)
-        model(IDS)
-    (record,) = caplog.records
-    text = record.getMessage()
-    assert text.startswith("traced Model(i64[2, 12]) in ")
-    nothing = "no collective; 0 B sent per rank"
-    assert text.endswith(f"a step: forward {nothing}, backward {nothing}")
 
 
 # -- state -----------------------------------------------------------------------------------------

@@ -1,0 +1,140 @@
+"""A program is kept for what it depends on, and traced anew when that changes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autosp_dtensor as autosp
+from tests.run.one_rank import IDS, Model, programs, same, whole
+
+
+def test_program_is_traced_once_for_each_shape_mode_and_value(mesh: DeviceMesh) -> None:
+    model = autosp.parallelize(Model(lambda m, x: m.linear(x)), mesh)
+    for _ in range(3):
+        model(IDS)
+        model(IDS + 1 - 1)
+    assert programs(model) == 1
+    model(IDS[:, :7])
+    assert programs(model) == 2
+    model.eval()
+    model(IDS)
+    assert programs(model) == 3
+    with torch.no_grad():
+        model(IDS)
+    assert programs(model) == 4
+    model.train()
+    model.linear.weight.requires_grad_(False)
+    model(IDS)
+    assert programs(model) == 5
+    model.linear.weight.requires_grad_(True)
+    model(IDS)
+    assert programs(model) == 5
+
+
+def test_weights_are_read_at_every_call(mesh: DeviceMesh) -> None:
+    model = Model(lambda m, x: m.linear(x))
+    reference = copy.deepcopy(model)
+    autosp.parallelize(model, mesh)
+    model(IDS)
+    for each in (model, reference):
+        with torch.no_grad():
+            each.linear.weight.mul_(2)
+            each.linear.bias = nn.Parameter(torch.ones(8, dtype=torch.float64))
+            each.table = each.table + 1
+    same(model, reference, IDS)
+    assert programs(model) == 1
+
+
+def test_module_swapped_in_is_used(mesh: DeviceMesh) -> None:
+    model = autosp.parallelize(Model(lambda m, x: m.linear(x)), mesh)
+    model(IDS)
+    model.linear = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)).double()
+    assert torch.equal(whole(model(IDS)), model.linear(model.embedding(IDS)))
+
+
+def _scaled(model: Model) -> None:
+    model.scale = 3.0
+
+
+def _list(model: Model) -> None:
+    model.sizes[0] = 5
+
+
+def _config(model: Model) -> None:
+    model.config.scale = 3.0
+
+
+def _inner(model: Model) -> None:
+    model.config.inner.power = 2
+
+
+def _dropout(model: Model) -> None:
+    model.dropout.p = 0.0
+
+
+def _new(model: Model) -> None:
+    model.config = SimpleNamespace(scale=0.5, inner=SimpleNamespace(power=3))
+
+
+def _all(m: Any, x: Tensor) -> Tensor:
+    x = x * m.scale * m.sizes[0] * m.config.scale
+    return m.dropout(x.pow(m.config.inner.power) * 0 + 1) * 0 + x.pow(m.config.inner.power)
+
+
+@pytest.mark.parametrize("change", [_scaled, _list, _config, _inner, _new])
+def test_attribute_changed_by_the_user_is_seen(
+    mesh: DeviceMesh, change: Callable[[Model], None]
+) -> None:
+    model = Model(_all)
+    reference = copy.deepcopy(model)
+    autosp.parallelize(model, mesh)
+    same(model, reference, IDS)
+    change(model)
+    change(reference)
+    same(model, reference, IDS)
+
+
+def test_dropout_changed_by_the_user_is_seen(mesh: DeviceMesh) -> None:
+    model = autosp.parallelize(Model(lambda m, x: m.dropout(x * 0 + 1)), mesh)
+    assert set(whole(model(IDS)).unique().tolist()) == {0.0, 2.0}
+    _dropout(model)
+    assert set(whole(model(IDS)).unique().tolist()) == {1.0}
+
+
+def test_forward_changed_by_the_user_is_seen_or_refused(mesh: DeviceMesh) -> None:
+    model = autosp.parallelize(Model(lambda m, x: x), mesh)
+    first = whole(model(IDS))
+    model.body = lambda m, x: x * 2
+    assert torch.equal(whole(model(IDS)), first * 2)
+
+
+def test_many_programs_are_warned_of(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    model = autosp.parallelize(Model(lambda m, x: x), mesh)
+    with caplog.at_level(logging.WARNING, "autosp_dtensor"):
+        for length in range(1, 17):
+            model(torch.zeros(1, length, dtype=torch.int64))
+    assert [record.getMessage() for record in caplog.records] == [
+        "16 programs traced for one module; each new shape or Python value is traced once: pad "
+        "lengths to a few sizes, pass numbers that change (a count, a scale) as tensors"
+    ]
+
+
+def test_what_was_traced_is_logged(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    model = autosp.parallelize(Model(lambda m, x: m.linear(x)), mesh)
+    with caplog.at_level(logging.INFO, "autosp_dtensor"):
+        model(IDS)
+        model(IDS)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("traced Model(i64[2, 12]) in ")
+    nothing = "no collective; 0 B sent per rank"
+    assert text.endswith(f"a step: forward {nothing}, backward {nothing}")
