@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Node
-from torch.fx.node import map_aggregate
 
 from ..capture.tap import Tap
 from ..capture.targets import Opaque
 from ..graph import arg_nodes, facts, result_nodes
-from ..lower import Call, Collective, Drawn, Region, bound
+from ..lower import Call, Collective, Drawn, Region, Step, bound, schedule
 from ..lower import collectives as wire
+from ..lower.exchange import Exchange, all_to_all
 from ..lower.layout import take_shard
 from ..lower.random import Seeded, mix
 
@@ -55,28 +55,40 @@ class _Writer:
         self.children = {call: index for index, call in enumerate(region.calls)}
         self.constants: dict[str, Any] = {}
         self.keys: list[Any] = []
-        self.draws = 0
+        self.draws: dict[Node, int] = {}
         self._names: dict[Any, str] = {}
 
     def write(self, region: Region) -> str:
         graph = region.graph
         names = {node: f"v{i}" for i, node in enumerate(graph.nodes)}
-        last = _last_uses(graph.nodes)
+        drawn = [n for n in graph.nodes if isinstance(n.target, Drawn)]
+        self.draws = {node: number for number, node in enumerate(drawn, 1)}
+        params = [names[n] for n in graph.nodes if n.op == "placeholder"]
+        output = next(n for n in graph.nodes if n.op == "output")
+        steps = schedule(graph)
+        last = _last_uses(steps, output)
         lines: list[str] = []
-        params: list[str] = []
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                params.append(names[node])
-            elif node.op == "output":
-                results = "".join(f"{names[n]}, " for n in result_nodes(node))
-                lines.append(f"return ({results})")
-            else:
-                lines.append(f"{names[node]} = {self._call(node, names)}")
-                dead = [names[n] for n in last.get(node, ())]
-                if dead:
-                    lines.append("del " + ", ".join(dead))
+        for number, (kind, node) in enumerate(steps):
+            lines.append(self._line(kind, node, names))
+            dead = [names[n] for n in last.get(number, ())]
+            if dead:
+                lines.append("del " + ", ".join(dead))
+        lines.append(f"return ({''.join(f'{names[n]}, ' for n in result_nodes(output))})")
         head = ["seed", "children", *params]
         return f"def region({', '.join(head)}):\n" + "".join(f"    {line}\n" for line in lines)
+
+    def _line(self, kind: str, node: Node, names: dict[Node, str]) -> str:
+        if kind == "run":
+            return f"{names[node]} = {self._call(node, names)}"
+        if kind == "finish":
+            only = "[0]" if len(node.target.moves) == 1 else ""  # type: ignore[union-attr]
+            return f"{names[node]} = {names[node]}.finish(){only}"
+        args = [self._text(a, names) for a in bound(node.args, self.link.rank)]
+        return f"{names[node]} = {self._exchange(Exchange, node.target, args)}"
+
+    def _exchange(self, call: Any, target: Any, args: list[str]) -> str:
+        group, moves = self._constant(self.link.group, key="group"), self._constant(target.moves)
+        return f"{self._constant(call)}({group}, {self.link.rank}, {moves}, {', '.join(args)})"
 
     def _call(self, node: Node, names: dict[Node, str]) -> str:
         target: Any = node.target
@@ -100,9 +112,9 @@ class _Writer:
             )
             return f"{self._constant(hooks, key=target.func)}({', '.join(args)})"
         if isinstance(target, Drawn):
-            self.draws += 1
-            key = (target, rank if target.sharded else None, self.draws)
-            name = self._constant(Seeded(target.target, self.draws, key[1]), key=key)
+            number = self.draws[node]
+            key = (target, rank if target.sharded else None, number)
+            name = self._constant(Seeded(target.target, number, key[1]), key=key)
             return f"{name}({', '.join(['seed', *args, *kwargs])})"
         return f"{self._constant(target)}({', '.join([*args, *kwargs])})"
 
@@ -111,7 +123,7 @@ class _Writer:
         group = self._constant(link.group, key="group")
         moves, rank = self._constant(target.moves), link.rank
         if target.kind == "all_to_all":
-            call = f"{self._constant(wire.all_to_all)}({group}, {rank}, {moves}, {', '.join(args)})"
+            call = self._exchange(all_to_all, target, args)
             return call if len(target.moves) > 1 else f"{call}[0]"
         if target.kind == "slice":
             return f"{self._constant(take_shard)}({args[0]}, {moves}[0][1], {rank})"
@@ -164,20 +176,18 @@ class _Writer:
         return self._names[known]
 
 
-def _last_uses(nodes: Any) -> dict[Node, list[Node]]:
-    """For each node, the values that no later node uses."""
-    last: dict[Node, Node] = {}
-    returned: set[Node] = set()
-    for node in nodes:
-        if node.op == "output":
-            map_aggregate(node.args, lambda v: returned.add(v) if isinstance(v, Node) else None)
-            continue
-        for used in node.all_input_nodes:
-            last[used] = node
-        if node.op == "call_function" and not node.users:
-            last[node] = node
-    dead: dict[Node, list[Node]] = {}
-    for value, user in last.items():
+def _last_uses(steps: list[Step], output: Node) -> dict[int, list[Node]]:
+    """For each step, the values that no later one uses; an exchange's input goes when it starts."""
+    last: dict[Node, int] = {}
+    for number, (kind, node) in enumerate(steps):
+        if kind != "finish":
+            for used in node.all_input_nodes:
+                last[used] = number
+        if kind != "start" and not node.users:
+            last[node] = number
+    returned = set(result_nodes(output))
+    dead: dict[int, list[Node]] = {}
+    for value, number in last.items():
         if value not in returned:
-            dead.setdefault(user, []).append(value)
+            dead.setdefault(number, []).append(value)
     return dead
