@@ -33,7 +33,7 @@ def all_to_all(
         tensors: local parts of one dtype, any strides.
 
     Returns:
-        local parts in the new placements, contiguous.
+        local parts in the new placements, dims in memory in the order that they came in.
     """
     return Exchange(group, rank, moves, *tensors).finish()
 
@@ -111,6 +111,8 @@ class _Piece:
             *shape[first.dim + 1 : second.dim], second.outer, lengths[id(second)],
             *shape[second.dim + 1 :],
         ]  # fmt: skip
+        strides = x.stride()
+        self._order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
         self.view = x.reshape(exposed)
         self._shape = list(self.view.shape)
         self.have_dim = first.dim + 1 if first is source else second.dim + 2
@@ -126,10 +128,27 @@ class _Piece:
         """Let go of the values once they are packed."""
         self.view = self.view.new_empty(0)
 
-    def joined(self, x: torch.Tensor) -> torch.Tensor:
-        """Fold the exposed dims back."""
-        x = x.flatten(self.second_dim + 1, self.second_dim + 2)
-        return x.flatten(self.first_dim, self.first_dim + 1)
+    def empty(self, buffer: torch.Tensor, have: int, want: int) -> torch.Tensor:
+        """Memory for the result, its dims in the same order there as the input's.
+
+        What follows then finds the layout that the model has made: attention's [B, H, S, D] stays a
+        view of [B, S, H, D], and is folded to [B, S, H * D] without a copy.
+        """
+        shape = [0] * len(self._order)
+        sizes = self.shape(have, want)
+        for dim in range(len(shape)):
+            at = dim + (dim > self.first_dim) + (dim > self.second_dim)
+            folded = dim in (self.first_dim, self.second_dim)
+            shape[dim] = sizes[at] * sizes[at + 1] if folded else sizes[at]
+        out = buffer.new_empty([shape[d] for d in self._order])
+        return out.permute([self._order.index(d) for d in range(len(shape))])
+
+    def exposed(self, out: torch.Tensor, have: int, want: int) -> torch.Tensor:
+        """The result seen with the dims that pieces have."""
+        sizes = self.shape(have, want)
+        first, second = self.first_dim, self.second_dim
+        out = out.unflatten(second, sizes[second + 1 : second + 3])
+        return out.unflatten(first, sizes[first : first + 2])
 
 
 class _Flight:
@@ -174,14 +193,12 @@ def _send_even(group: Any, pieces: Sequence[_Piece]) -> _Flight:
     def unpack() -> Tensors:
         outs, at = [], 0
         for piece, shape, count in zip(pieces, shapes, counts, strict=True):
+            sizes = n * piece.source.sizes[0], piece.target.sizes[0]
+            out = piece.empty(received, *sizes)
+            places = piece.exposed(out, *sizes).unflatten(piece.have_dim, (n, -1))
             parts = received.narrow(1, at, count).unflatten(1, shape)
-            outs.append(
-                piece.joined(
-                    parts.movedim(0, piece.have_dim)
-                    .flatten(piece.have_dim, piece.have_dim + 1)
-                    .contiguous()
-                )
-            )
+            places.movedim(piece.have_dim, 0).copy_(parts)
+            outs.append(out)
             at += count
         return tuple(outs)
 
@@ -217,19 +234,20 @@ def _send_uneven(group: Any, rank: int, pieces: Sequence[_Piece]) -> _Flight:
                 count = math.prod(shape)
                 parts[k].append(received.narrow(0, at, count).view(shape))
                 at += count
-        return tuple(p.joined(_assemble(p, parts[k])) for k, p in enumerate(pieces))
+        return tuple(_assemble(p, parts[k], rank) for k, p in enumerate(pieces))
 
     return _Flight(work, sent, received, unpack)
 
 
-def _assemble(piece: _Piece, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _assemble(piece: _Piece, parts: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
     """One dim from all ranks' parts: side by side, or added where their intervals overlap."""
     source = piece.source
-    if not isinstance(source, Cover):
-        return torch.cat(list(parts), piece.have_dim)
-    shape = list(parts[0].shape)
-    shape[piece.have_dim] = source.whole
-    whole = parts[0].new_zeros(shape)
-    for part, start, size in zip(parts, source.starts, source.sizes, strict=True):
-        whole.narrow(piece.have_dim, start, size).add_(part)
-    return whole
+    sizes = source.block, piece.target.sizes[rank]
+    out = piece.empty(parts[0], *sizes)
+    whole = piece.exposed(out, *sizes)
+    if isinstance(source, Cover):
+        whole.zero_()
+    for part, start, size in zip(parts, source.offsets, source.sizes, strict=True):
+        place = whole.narrow(piece.have_dim, start, size)
+        place.add_(part) if isinstance(source, Cover) else place.copy_(part)
+    return out
