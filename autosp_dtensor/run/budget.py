@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Protocol
 
@@ -66,7 +67,8 @@ def _budget(root: Region, live: nn.Module | None, kind: str, given: int | None) 
     if given is None:
         if kind != "cuda":
             return None
-        given = int(torch.cuda.get_device_properties().total_memory * _SHARE)
+        total = torch.cuda.get_device_properties().total_memory
+        given = int(total * _SHARE) >> 30 << 30  # ranks must choose alike, and devices differ a bit
     return max(0, given - _state_bytes(live) - _gathered_bytes(live) - _temporary_bytes(root))
 
 
@@ -74,11 +76,19 @@ def _state_bytes(live: nn.Module | None) -> int:
     """Parameters, gradients, and two moments in fp32 for what is trained (AdamW)."""
     total = 0
     for tensor in [*live.parameters(), *live.buffers()] if live is not None else []:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        total += local.numel() * local.element_size()
+        count = -(-tensor.numel() // _shards(tensor))
+        total += count * tensor.element_size()
         if tensor.requires_grad:
-            total += local.numel() * (local.element_size() + 8)
+            total += count * (tensor.element_size() + 8)
     return total
+
+
+def _shards(tensor: torch.Tensor) -> int:
+    """Into how many parts it is split; the same on all ranks, whose own parts differ in size."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_shard())
 
 
 def _gathered_bytes(live: nn.Module | None) -> int:

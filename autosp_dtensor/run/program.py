@@ -158,7 +158,16 @@ class Program:
             row = f"{name} {moves} {constants} {known.outs} {known.placements} x{count}"
             sends = isinstance(node.target, Collective) and node.target.sends
             (ordered if sends or isinstance(node.target, Drawn) else rest).append(row)
-        return _ADDRESS.sub("", "\n".join([*ordered, *sorted(rest)]))
+        return _ADDRESS.sub("", "\n".join([*ordered, *sorted(rest), *self._sent_again()]))
+
+    def _sent_again(self) -> Iterator[str]:
+        """Collectives that backward runs again, in order."""
+        for path, region in self.root.walk():
+            choice = self.policy.of(region)
+            for k, node in enumerate(region.graph.nodes if choice else ()):
+                target = node.target
+                if choice and k in choice.again and isinstance(target, Collective) and target.sends:
+                    yield f"again in {path}: {target.kind} {target.moves}"
 
     def valid(self) -> bool:
         """Whether what forward read of its modules' Python still has the value it had."""

@@ -113,3 +113,22 @@ def backward_twice(rank: Rank) -> None:
 
 def test_backward_may_go_twice_through_a_retained_graph() -> None:
     run_on_ranks(backward_twice, n=2)
+
+
+def budgets_differ(rank: Rank) -> str:
+    import autosp_dtensor as autosp
+
+    model = autosp.parallelize(
+        ModelT(TConfig(layers=2)), rank.mesh(sp=2), memory_budget=150_000 * (1 + 10 * rank.rank)
+    )
+    ids = ids_of_t(2, 16)
+    try:
+        model(ids, ids)
+    except autosp.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_run_other_exchanges_again_are_told() -> None:
+    """Not all of them would meet in backward."""
+    assert all("program" in text for text in run_on_ranks(budgets_differ, n=2))
