@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.autograd import function as _function
 from torch.distributed.fsdp import FSDPModule
@@ -55,6 +56,7 @@ __all__ = [
     "once_differentiable",
     "original_class",
     "reduce_scatter_single",
+    "unset_fake_temporarily",
     "user_hooks",
 ]
 

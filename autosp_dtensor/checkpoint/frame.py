@@ -145,8 +145,10 @@ class Frame:
         self._left[place] -= 1
         if not self._left[place]:
             del self._found[place]
-        view = torch.empty(0, dtype=saved.dtype, device=base.device)
         with torch.no_grad():
+            if saved.dtype == base.dtype:
+                return base.as_strided(saved.size, saved.stride, saved.offset)
+            view = torch.empty(0, dtype=saved.dtype, device=base.device)
             return view.set_(base.untyped_storage(), saved.offset, saved.size, saved.stride)
 
     # -- having it again ------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from .attention.masking import MaskSearch, plain_or_tiled
 from .attention.sharing import share_key_heads
 from .losses import split_mean
 from .masks import ReadState
+from .tiled_loss import tile_losses
 
 __all__ = ["canonicalize"]
 
@@ -28,5 +29,6 @@ def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) ->
             share_key_heads(graph, node)
         else:
             split_mean(graph, node)
+    tile_losses(graph, axis_size)
     graph.lint()
     return graph
