@@ -5,6 +5,7 @@ from .checkpoint import Checkpoint
 from .errors import AutoSPError, CaptureError, MeshError, PlacementError, RankMismatchError
 from .mesh import data_shard, fsdp_mesh
 from .place.register import register_rule
+from .plan import plan
 
 __all__ = [
     "AutoSPError",
@@ -17,6 +18,7 @@ __all__ = [
     "explain",
     "fsdp_mesh",
     "parallelize",
+    "plan",
     "register_rule",
     "sync_gradients",
     "verify",

@@ -51,6 +51,7 @@ __all__ = [
     "functions_run_by",
     "has_backward_hooks_on_all",
     "hook_counts",
+    "memory_tools",
     "module_hook_dicts",
     "no_torch_function",
     "once_differentiable",
@@ -252,3 +253,11 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 NON_REENTRANT = next(
     name for name in (f"{_GENERATOR}_impl", _GENERATOR) if hasattr(checkpoint, name)
 )
+
+
+def memory_tools() -> tuple[Any, Any]:
+    """(the store of a fake process group, FSDP2's memory tracker): only plans import them."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore, FSDPMemTracker

@@ -1,6 +1,6 @@
 """Lowered graph, live module -> the module, callable as before."""
 
-from .build import Options
+from .build import Options, block_paths
 from .forward import Forward
 
-__all__ = ["Forward", "Options"]
+__all__ = ["Forward", "Options", "block_paths"]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Captured
-from ..checkpoint import DEVICES, Checkpoint, Device, Policy, policy_of
+from ..checkpoint import DEVICES, Checkpoint, Device, Policy, policy_of, record
 from ..graph import facts
 from ..lower import Region, local_meta
 
@@ -60,7 +60,8 @@ def device_of(kind: str) -> Device:
 
 
 def _budget(root: Region, live: nn.Module | None, kind: str, given: int | None) -> int | None:
-    """Bytes that regions may keep: the device's, less state, gathered parameters and temporaries.
+    """Bytes that regions may keep: the device's, less state, gathered parameters, temporaries and
+    what the root keeps.
 
     None where nothing is known of the device's memory (a CPU).
     """
@@ -69,7 +70,8 @@ def _budget(root: Region, live: nn.Module | None, kind: str, given: int | None) 
             return None
         total = torch.cuda.get_device_properties().total_memory
         given = int(total * _SHARE) >> 30 << 30  # ranks must choose alike, and devices differ a bit
-    return max(0, given - _state_bytes(live) - _gathered_bytes(live) - _temporary_bytes(root))
+    taken = _state_bytes(live) + _gathered_bytes(live) + _temporary_bytes(root)
+    return max(0, given - taken - sum(record(root).kept_bytes().values()))
 
 
 def _state_bytes(live: nn.Module | None) -> int:

@@ -1,0 +1,52 @@
+"""python -m autosp_dtensor plan --model NAME --gpus 8 --gpu a100-80gb"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from .checkpoint import DEVICES, MODES
+from .errors import AutoSPError
+from .plan import plan
+from .plan.configs import presets
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m autosp_dtensor")
+    commands = parser.add_subparsers(dest="command", required=True)
+    planned = commands.add_parser(
+        "plan", help="memory of a step, or the longest sequence that fits"
+    )
+    planned.add_argument("--model", required=True,
+                         help=f"a config.json, or one of {', '.join(presets())}")  # fmt: skip
+    planned.add_argument("--gpus", type=int, default=8)
+    planned.add_argument("--sp", type=int, help="ranks that share a sequence; all by default")
+    planned.add_argument("--gpu", default="a100-80gb", choices=list(DEVICES))
+    planned.add_argument("--seq", type=int, help="a length; without it the longest is looked for")
+    planned.add_argument("--checkpoint", default="auto", choices=list(MODES))
+    planned.add_argument("--batch", type=int, default=1)
+    given = parser.parse_args(arguments)
+    sp = given.sp or given.gpus
+    if sp < 1 or given.gpus % sp:
+        parser.error(f"--sp {sp} does not divide --gpus {given.gpus}")
+    logging.getLogger("autosp_dtensor").setLevel(logging.ERROR)
+    try:
+        found = plan(
+            given.model, (given.gpus // sp, sp), gpu=given.gpu, seq=given.seq,
+            checkpoint=given.checkpoint, batch=given.batch,
+            progress=_tell,
+        )  # fmt: skip
+    except AutoSPError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{found}\n")
+    return 0 if found.fits else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

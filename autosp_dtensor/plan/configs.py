@@ -1,0 +1,67 @@
+"""From a name, a file or a dict to a function that makes the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from ..errors import UsageError
+
+__all__ = ["model_maker", "presets"]
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """Sizes of public models, by name; from their published config.json."""
+    return json.loads((Path(__file__).parent / "presets.json").read_text())
+
+
+def model_maker(model: Any) -> tuple[str, Callable[[], nn.Module]]:
+    """(what to call it, a function that makes it), from:
+
+    the name of a preset, the path of a transformers config.json, a dict of the same content, or a
+    function without arguments. Files are read as data; no code that comes with a model is run.
+    """
+    if callable(model):
+        return getattr(model, "__name__", "model"), cast(Callable[[], nn.Module], model)
+    if isinstance(model, dict):
+        return str(model.get("model_type", "model")), lambda: _from_config(model)
+    known = presets()
+    if model in known:
+        return str(model), lambda: _from_config(known[model])
+    path = Path(str(model))
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        config = json.loads(path.read_text())
+        return path.parent.name or path.stem, lambda: _from_config(config)
+    raise UsageError(
+        f"there is no model {model!r} to plan for.",
+        where="autosp.plan",
+        have=f"presets {', '.join(sorted(known))}",
+        why="a plan runs the model itself, on tensors without data",
+        fix="name a preset, or give the path of a transformers config.json, a dict, or a function "
+        "that makes the model",
+    )
+
+
+def _from_config(config: dict[str, Any]) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            "a plan from a config needs transformers.",
+            where="autosp.plan",
+            have="transformers is not installed",
+            why="it has the code of the model that the config names",
+            fix="pip install transformers, or pass a function that makes the model",
+        ) from error
+    sizes = {
+        k: v for k, v in config.items() if k not in ("architectures", "auto_map", "_name_or_path")
+    }
+    kind = sizes.pop("model_type")
+    known = transformers.AutoConfig.for_model(kind, **{**sizes, "use_cache": False})
+    return transformers.AutoModelForCausalLM.from_config(known)

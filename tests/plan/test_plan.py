@@ -1,0 +1,121 @@
+"""Plans: predicted bytes are those of real tensors; the search finds the border."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autosp_dtensor as autosp
+from autosp_dtensor.__main__ import main
+from autosp_dtensor.errors import UsageError
+from autosp_dtensor.plan.configs import model_maker, presets
+from autosp_dtensor.plan.measure import Setting, Step, fake_group, measure
+from autosp_dtensor.plan.plan import longest
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+TINY = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    with fake_group(4):
+        yield
+
+
+def setting(**changes: Any) -> Setting:
+    return Setting(model_maker(TINY)[1], **{"dp": 1, "sp": 4, "checkpoint": "none", **changes})
+
+
+@pytest.mark.parametrize(
+    ("dp", "sp", "checkpoint"), [(1, 4, "none"), (2, 2, "sequence"), (2, 2, "full"), (4, 1, "none")]
+)
+def test_prediction_is_what_real_tensors_take(
+    group: None, dp: int, sp: int, checkpoint: str
+) -> None:
+    """The same tracker on tensors with data, within 2%."""
+    each = setting(dp=dp, sp=sp, checkpoint=checkpoint, batch=2)
+    fake, real = measure(each, 512), measure(each, 512, fake=False)
+    assert fake.peak == pytest.approx(real.peak, rel=0.02)
+    assert fake.kinds["kept for backward"] == pytest.approx(
+        real.kinds["kept for backward"], rel=0.02
+    )
+
+
+def test_less_is_kept_where_more_runs_again(group: None) -> None:
+    peaks = [measure(setting(checkpoint=c), 4096).peak for c in ("none", "sequence", "full")]
+    assert peaks[0] > peaks[1] >= peaks[2]
+
+
+def test_auto_stays_within_its_budget(group: None) -> None:
+    whole = measure(setting(), 8192).peak
+    full = measure(setting(checkpoint="full"), 8192).peak
+    for budget in (whole + (1 << 20), (whole + full) // 2):
+        assert measure(setting(checkpoint="auto", budget=budget), 8192).peak <= budget
+
+
+@pytest.mark.parametrize("border", [1024, 5_000, 33_000, 1_000_000])
+@pytest.mark.parametrize("bend", [1.0, 1.3])
+def test_search_finds_the_border(border: int, bend: float) -> None:
+    """Also where memory grows faster from some length on."""
+    tried: list[int] = []
+
+    def at(length: int) -> Step:
+        tried.append(length)
+        extra = max(0, length - 20_000) * (bend - 1)
+        return Step(length, int(1000 + 10 * (length + extra)), {}, "", 0.0)
+
+    capacity = at(border).peak
+    tried.clear()
+    found = longest(at, capacity, 1024)
+    assert found.peak <= capacity
+    assert border - found.length < max(2048, border // 40)
+    assert len(tried) < 30
+
+
+def test_plan_is_a_table_that_names_what_takes_memory() -> None:
+    found = autosp.plan(TINY, (1, 2), gpu="a100-40gb", seq=1024, checkpoint="full")
+    text = str(found)
+    assert found.fits and found.longest is None
+    assert "1,024 tokens" in text and "optimizer" in text and "fits" in text
+
+
+def test_presets_are_models_that_can_be_made() -> None:
+    for name, sizes in presets().items():
+        assert sizes["hidden_size"] % 64 == 0, name
+        assert sizes["num_attention_heads"] % sizes["num_key_value_heads"] == 0, name
+
+
+def test_config_files_are_read_as_data(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({**TINY, "auto_map": {"AutoModelForCausalLM": "evil.Model"}})
+    )
+    _, make = model_maker(str(tmp_path))
+    assert type(make()).__module__.startswith("transformers.models.llama")
+
+
+def test_unknown_names_are_told() -> None:
+    with pytest.raises(UsageError, match="no model"):
+        autosp.plan("gpt-17", (1, 8))
+    with pytest.raises(UsageError, match="no figures"):
+        autosp.plan(TINY, (1, 8), gpu="z1")
+
+
+def test_plan_needs_a_process_of_its_own(group: None) -> None:
+    with pytest.raises(UsageError, match="process of its own"):
+        autosp.plan(TINY, (1, 2), seq=512)
+
+
+def test_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    assert main(["plan", "--model", str(tmp_path), "--gpus", "4", "--sp", "2", "--seq", "512"]) == 0
+    assert "peak of one GPU" in capsys.readouterr().out
+    assert main(["plan", "--model", "nothing"]) == 2
+    assert "no model" in capsys.readouterr().err
