@@ -41,9 +41,7 @@ def look_up_marked(graph: Graph, node: Node) -> None:
                 graph, node, torch.Tensor.reshape, (source, rows.shape), {}, rows,
                 (torch.ops.aten.view.default,),
             )  # fmt: skip
-        number = replace(
-            facts(mask).meta, shape=shape[:-1], dtype=torch.int64, requires_grad=False
-        )
+        number = replace(facts(mask).meta, shape=shape[:-1], dtype=torch.int64, requires_grad=False)
         order = add_call(graph, node, number_of_mark, (mask,), {}, number)
         taken = replace(rows, shape=shape)
         features = add_call(
