@@ -45,7 +45,13 @@ def handlers() -> dict[str, Callable[..., Any]]:
     return {
         f"{_MODULE}.flex_attention": _attention,
         f"{_MODULE}.create_block_mask": _block_mask,
+        "transformers.masking_utils.fast_all": _not_looked_at,
     }
+
+
+def _not_looked_at(recorder: Recorder, function: Any, bound: inspect.BoundArguments) -> bool:
+    """transformers leaves a padding mask out whose values are all True; kept, it says the same."""
+    return False
 
 
 def flex_weights(
