@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autosp_dtensor.place.attention import torch_forms
+from autosp_dtensor.place.attention.heads import attend
 from autosp_dtensor.place.masks import tiles
 from tests.simulate import assert_program_equals_whole, lowered
 
@@ -166,3 +168,18 @@ def test_key_heads_are_not_repeated_before_the_exchange(form: Callable[..., Tens
         there, back = (moves for _, moves in program.collectives())
         assert [target.block for _, target in there] == [heads, kv, kv]
         assert [source.block for source, _ in back] == [heads * SIZE]  # flattened
+
+
+@pytest.mark.parametrize("form", [bias_by_distance, enable_gqa], ids=lambda form: form.__name__)
+def test_rank_without_queries_has_all_gradients(form: Callable[..., Tensor]) -> None:
+    """Else it would leave out collectives of backward: the mask's, as torch's kernels do where
+    nothing is asked. 11 tokens on 8 ranks are 2, 2, 2, 2, 2, 1, 0, 0."""
+    assert_program_equals_whole(Model(form, 14, 2), (IDS,), 8)
+    q, k, v, mask = (
+        torch.ones(2, 4, *sizes, requires_grad=True)
+        for sizes in ((0, SIZE), (5, SIZE), (5, SIZE), (0, 5))
+    )
+    out = attend(F.scaled_dot_product_attention, torch_forms._nothing, None, (), q, k, v, mask)
+    assert out.shape == (2, 4, 0, SIZE)
+    grads = torch.autograd.grad(out.sum(), (q, k, v, mask), allow_unused=True)
+    assert all(grad is not None for grad in grads)
