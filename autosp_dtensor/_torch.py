@@ -1,4 +1,7 @@
-"""Every private torch name that the package uses stands here. Checked on torch 2.11 and 2.13."""
+"""Every private torch name that the package uses stands here.
+
+The whole test suite was run on torch 2.11.0, 2.13.0 and 2.14.1.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.autograd import function as _function
 from torch.distributed.fsdp import FSDPModule
@@ -52,6 +56,7 @@ __all__ = [
     "once_differentiable",
     "original_class",
     "reduce_scatter_single",
+    "unset_fake_temporarily",
     "user_hooks",
 ]
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .check import Report, verify_call
+from .checkpoint import MODES, Checkpoint
 from .errors import MeshError, UsageError
 from .explain import explain_program, latest
 from .mesh import axis_names, fsdp_mesh, sp_mesh
@@ -32,6 +33,8 @@ def parallelize(
     dp_axis: str = "dp",
     seq_dim: int = 1,
     check_ranks: bool = True,
+    checkpoint: str | Checkpoint = "auto",
+    memory_budget: int | None = None,
 ) -> T:
     """Split the sequence over one mesh axis. Loss, outputs and gradients stay those of one device.
 
@@ -50,6 +53,12 @@ def parallelize(
         seq_dim: the sequence dim of the inputs: 1 for [B, S], 0 for [S, B].
         check_ranks: compare every call over the sp group (8 bytes), and the data at a program's
             first call.
+        checkpoint: what each repeated or FSDP2 module keeps for backward. "none": all. "full":
+            nothing but its inputs. "sequence": attention's output and log-sum-exp, which cost most
+            to compute again per byte. "auto": what saves most time per byte, as long as it fits in
+            memory. Or a `Checkpoint`. Modules that the model checkpoints itself are left alone.
+        memory_budget: bytes of one rank's device that "auto" may plan with; by default nine tenths
+            of a GPU's memory; on a CPU, where none is given, nothing is computed again.
 
     Raises:
         MeshError: the mesh has no axis `sp_axis`, or the model is parallelized already, on another
@@ -60,6 +69,7 @@ def parallelize(
     Source: AutoSP (ICLR 2026); all-to-all attention after DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     sp = sp_mesh(mesh, sp_axis)
+    options = _options(seq_dim, check_ranks, checkpoint, memory_budget)
     if not callable(model):
         raise UsageError(
             f"parallelize takes a module or a callable, got {type(model).__name__}.",
@@ -67,22 +77,6 @@ def parallelize(
             have=f"{model!r:.80}",
             why="there is no forward to trace",
             fix="pass the model itself, or a function of tensors such as a loss function",
-        )
-    if not isinstance(check_ranks, bool):
-        raise UsageError(
-            f"check_ranks is True or False, got {check_ranks!r}.",
-            where=call_site(),
-            have=f"check_ranks={check_ranks!r}",
-            why="calls are compared over the sp group, or they are not",
-            fix="leave it out, or pass False once a run is known to be right",
-        )
-    if not isinstance(seq_dim, int) or isinstance(seq_dim, bool) or seq_dim < 0:
-        raise UsageError(
-            f"seq_dim is a dim counted from the left, got {seq_dim!r}.",
-            where=call_site(),
-            have=f"seq_dim={seq_dim!r}",
-            why="all inputs have the sequence at the same place from the left",
-            fix="1 for [B, S], 0 for [S, B]",
         )
     if dp_axis == sp_axis:
         raise UsageError(
@@ -112,12 +106,48 @@ def parallelize(
                 fix="call parallelize once, on the outermost module that takes whole sequences",
             )
     gradient_mesh = fsdp_mesh(mesh, sp_axis=sp_axis, dp_axis=dp_axis)
-    options = Options(seq_dim=seq_dim, check_ranks=check_ranks)
     forward = Forward(model, sp, gradient_mesh, options)
     if not isinstance(model, nn.Module):
         return cast(T, forward)
     model.__dict__["forward"] = forward
     return cast(T, model)
+
+
+def _options(seq_dim: Any, check_ranks: Any, checkpoint: Any, memory_budget: Any) -> Options:
+    """The options that were asked for, each checked."""
+    if not isinstance(check_ranks, bool):
+        raise UsageError(
+            f"check_ranks is True or False, got {check_ranks!r}.",
+            where=call_site(),
+            have=f"check_ranks={check_ranks!r}",
+            why="calls are compared over the sp group, or they are not",
+            fix="leave it out, or pass False once a run is known to be right",
+        )
+    if not isinstance(seq_dim, int) or isinstance(seq_dim, bool) or seq_dim < 0:
+        raise UsageError(
+            f"seq_dim is a dim counted from the left, got {seq_dim!r}.",
+            where=call_site(),
+            have=f"seq_dim={seq_dim!r}",
+            why="all inputs have the sequence at the same place from the left",
+            fix="1 for [B, S], 0 for [S, B]",
+        )
+    if not isinstance(checkpoint, Checkpoint) and checkpoint not in MODES:
+        raise UsageError(
+            f"checkpoint is one of {', '.join(MODES)} or a Checkpoint, got {checkpoint!r}.",
+            where=call_site(),
+            have=f"checkpoint={checkpoint!r}",
+            why="it says what is kept for backward",
+            fix='leave it out for "auto", or pass Checkpoint(keep=("attention",))',
+        )
+    if memory_budget is not None and (not isinstance(memory_budget, int) or memory_budget <= 0):
+        raise UsageError(
+            f"memory_budget is a number of bytes, got {memory_budget!r}.",
+            where=call_site(),
+            have=f"memory_budget={memory_budget!r}",
+            why="it is what one rank's device may hold in a step",
+            fix="for example memory_budget=70 * 2**30",
+        )
+    return Options(seq_dim, check_ranks, checkpoint, memory_budget)
 
 
 def forward_of(model: Any) -> Forward | None:

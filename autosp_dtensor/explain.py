@@ -5,17 +5,13 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch.fx import Node
-from torch.fx.node import map_aggregate
 
-from ._torch import FakeTensorMode
-from .capture.targets import Opaque
+from .checkpoint import record, seconds_of
 from .errors import UsageError
-from .graph import arg, describe, facts, short_name
-from .lower import Call, Collective, Drawn, Region, bound, local_meta
-from .lower.layout import take_shard
-from .placement import Shard
+from .graph import describe, facts, short_name
+from .lower import Call, Collective, Region
+from .run.budget import device_of
 from .run.program import Program
 from .run.traffic import size_text, traffic_of
 from .source import call_site
@@ -36,16 +32,53 @@ def explain_program(program: Program) -> str:
         paths.setdefault(region, []).append(path)
     kept = 0
     for region, places in paths.items():
-        known = _kept_bytes(region)
+        known = record(region).kept_bytes()
         kept += sum(known.values()) * len(places)
         more = f" and {len(places) - 1} more like it" if len(places) > 1 else ""
         lines.append(f"{places[0] or 'root'}{more}")
         shown = [n for n in region.graph.nodes if n.op == "call_function" and not _silent(n)]
         lines.extend(_row(node, known) for node in shown)
-        lines.append(f"  keeps {size_text(sum(known.values()))} for backward")
+        lines.append(_kept_line(program, region, sum(known.values())))
         lines.append("")
     lines.extend(_totals(program, kept))
+    lines.extend(_again_lines(program, paths))
     return "\n".join(lines)
+
+
+def _kept_line(program: Program, region: Region, whole: int) -> str:
+    choice = program.policy.of(region)
+    if choice is None:
+        return f"  keeps {size_text(whole)} for backward"
+    sends = sum(_sends(list(region.graph.nodes)[k]) for k in choice.again)
+    more = f", {sends} of them exchanges" if sends else ""
+    return (
+        f"  keeps {size_text(choice.bytes)} of {size_text(whole)} for backward; "
+        f"{len(choice.again)} operations run again{more}"
+    )
+
+
+def _sends(node: Node) -> bool:
+    return isinstance(node.target, Collective) and node.target.sends
+
+
+def _again_lines(program: Program, paths: dict[Region, list[str]]) -> list[str]:
+    """What running again costs, predicted; a step is three times its forward."""
+    choices = {region: choice for region in paths if (choice := program.policy.of(region))}
+    if not choices:
+        return []
+    device = device_of(program.mesh.device_type)
+    forward = sum(
+        seconds_of(node, device) * len(places)
+        for region, places in paths.items()
+        for node in region.graph.nodes
+        if node.op == "call_function" and not isinstance(node.target, Call)
+    )
+    again = sum(choice.seconds * len(paths[region]) for region, choice in choices.items())
+    kept = sum(choice.bytes * len(paths[region]) for region, choice in choices.items())
+    return [
+        f"checkpoint {program.policy.mode}: these regions keep {size_text(kept)}; "
+        f"predicted time of a step +{again / (3 * forward):.1%} ({device.name})"
+    ]
 
 
 def _silent(node: Node) -> bool:
@@ -86,67 +119,6 @@ def _totals(program: Program, kept: int) -> list[str]:
         f"backward: {backward}",
         f"kept for backward: {size_text(kept)} per rank",
     ]
-
-
-def _kept_bytes(region: Region) -> dict[Node, int]:
-    """Bytes that autograd keeps of each node's result, from a run on rank 0's fake tensors."""
-    mode = FakeTensorMode()
-    owner: dict[int, Node] = {}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage.nbytes()
-        return tensor
-
-    values: dict[Node, Any] = {}
-    with mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        for node in region.graph.nodes:
-            if node.op == "output":
-                break
-            values[node] = _run_fake(node, values)
-            for tensor in (
-                values[node] if isinstance(values[node], (tuple, list)) else [values[node]]
-            ):
-                if isinstance(tensor, torch.Tensor) and node.op != "placeholder":
-                    owner.setdefault(tensor.untyped_storage()._cdata, node)
-    result: dict[Node, int] = {}
-    for storage, count in kept.items():
-        if storage in owner:
-            result[owner[storage]] = result.get(owner[storage], 0) + count
-    return result
-
-
-def _run_fake(node: Node, values: dict[Node, Any]) -> Any:
-    known = facts(node)
-    target: Any = node.target
-
-    def empty() -> Any:
-        made = tuple(
-            torch.empty(local_meta(known, i, 0), dtype=m.dtype, device=m.device).requires_grad_(
-                m.requires_grad
-            )
-            for i, m in enumerate(known.outs)
-        )
-        return made[0] if known.single else made
-
-    if node.op == "placeholder" or isinstance(target, Call):
-        return empty()
-    args, kwargs = map_aggregate(
-        (node.args, node.kwargs), lambda v: values[v] if isinstance(v, Node) else v
-    )
-    if isinstance(target, Collective):
-        if target.kind == "slice":
-            placed = target.moves[0][1]
-            assert isinstance(placed, Shard)
-            return take_shard(values[arg(node, 0)], placed, 0)
-        return empty()
-    if isinstance(target, Opaque):
-        return empty()
-    if isinstance(target, Drawn):
-        target = target.target
-    target = getattr(target, "without_data", target)
-    return target(*bound(args, 0), **bound(kwargs, 0))
 
 
 def latest(program: Program | None) -> Program:

@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What comes later may import what comes earlier, never the other way round.
 ORDER = [
     "source", "errors", "placement", "closures", "tree", "graph", "_torch", "mesh", "capture",
-    "place", "lower", "run", "explain", "check", "api", "__init__",
+    "place", "lower", "checkpoint", "run", "explain", "check", "api", "__init__",
 ]  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_no_code_knows_a_model(file: Path) -> None:
 
 
 def test_public_names_are_few_and_all_there() -> None:
-    assert len(autosp_dtensor.__all__) <= 12
+    assert len(autosp_dtensor.__all__) <= 14
     assert sorted(autosp_dtensor.__all__) == list(autosp_dtensor.__all__)
     for name in autosp_dtensor.__all__:
         assert getattr(autosp_dtensor, name).__doc__, name
@@ -164,7 +164,7 @@ def test_types_are_shipped() -> None:
     assert (PACKAGE / "py.typed").exists()
 
 
-@pytest.mark.parametrize("stage", ["capture", "place", "lower", "run"])
+@pytest.mark.parametrize("stage", ["capture", "place", "lower", "checkpoint", "run"])
 def test_stage_has_a_short_readme_that_names_its_files(stage: str) -> None:
     text = (PACKAGE / stage / "README.md").read_text()
     assert len(text.splitlines()) <= 40

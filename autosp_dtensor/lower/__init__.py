@@ -8,6 +8,7 @@ from .._torch import FakeTensorMode
 from ..place import PlacedBlock
 from .localize import Collective, Drawn, bound, flatten_exchanges, local_meta, localize
 from .regions import Call, LoweredBlock, Region, cut_regions
+from .schedule import Step, schedule
 from .verify import verify_lowered
 
 __all__ = [
@@ -16,10 +17,12 @@ __all__ = [
     "Drawn",
     "LoweredBlock",
     "Region",
+    "Step",
     "bound",
     "cut_regions",
     "local_meta",
     "lower",
+    "schedule",
     "verify_lowered",
 ]
 

@@ -9,178 +9,23 @@ same rule).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .._torch import all_gather_single, once_differentiable, reduce_scatter_single
-from ..placement import Cover, Shard
+from ..placement import Shard
 from .layout import merge
 
 __all__ = [
     "all_gather",
     "all_reduce",
-    "all_to_all",
     "mean_grad",
     "reduce_scatter",
     "relayout",
     "scale_grad",
 ]
-
-Move = tuple[Shard, Shard]
-
-
-def all_to_all(
-    group: Any, rank: int, moves: tuple[Move, ...], *tensors: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Move the sharding of each tensor from one dim to another, all tensors in one exchange.
-
-    Args:
-        moves: for each tensor, the placement it has and the placement asked for, on different dims.
-        tensors: local parts, any strides.
-
-    Returns:
-        local parts in the new placements, contiguous.
-    """
-    pairs = [
-        (t, None) if not t.is_complex() else (torch.view_as_real(t.resolve_conj()), t)
-        for t in tensors
-    ]
-    outs = _AllToAll.apply(group, rank, moves, *(real for real, _ in pairs))
-    return tuple(
-        out if old is None else torch.view_as_complex(out)
-        for out, (_, old) in zip(outs, pairs, strict=True)
-    )
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Any, rank: int, moves: tuple[Move, ...], *tensors: torch.Tensor):
-        ctx.group, ctx.rank, ctx.moves = group, rank, moves
-        return _exchange(group, rank, moves, tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor):
-        back = tuple((target, source) for source, target in ctx.moves)
-        return (None, None, None, *_exchange(ctx.group, ctx.rank, back, grads))
-
-
-class _Piece:
-    """Shapes of one tensor's move: how it is cut by destination and joined by source."""
-
-    def __init__(self, x: torch.Tensor, move: Move, rank: int) -> None:
-        source, target = move
-        assert source.dim != target.dim, "an exchange moves the sharding to another dim"
-        self.source, self.target = source, target
-        first, second = sorted((source, target), key=lambda s: s.dim)
-        shape = list(x.shape)
-        lengths = {id(source): source.sizes[rank], id(target): target.block}
-        exposed = [
-            *shape[: first.dim], first.outer, lengths[id(first)],
-            *shape[first.dim + 1 : second.dim], second.outer, lengths[id(second)],
-            *shape[second.dim + 1 :],
-        ]  # fmt: skip
-        self.view = x.reshape(exposed)
-        self.have_dim = first.dim + 1 if first is source else second.dim + 2
-        self.want_dim = first.dim + 1 if first is target else second.dim + 2
-        self.first_dim, self.second_dim = first.dim, second.dim
-
-    def shape(self, have: int, want: int) -> list[int]:
-        shape = list(self.view.shape)
-        shape[self.have_dim], shape[self.want_dim] = have, want
-        return shape
-
-    def joined(self, x: torch.Tensor) -> torch.Tensor:
-        """Fold the exposed dims back."""
-        x = x.flatten(self.second_dim + 1, self.second_dim + 2)
-        return x.flatten(self.first_dim, self.first_dim + 1)
-
-
-def _exchange(
-    group: Any, rank: int, moves: Sequence[Move], tensors: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    pieces = [_Piece(x, move, rank) for x, move in zip(tensors, moves, strict=True)]
-    dtypes = {x.dtype for x in tensors}
-    if len(dtypes) > 1:
-        return tuple(
-            _exchange(group, rank, [m], [x])[0] for m, x in zip(moves, tensors, strict=True)
-        )
-    if all(p.source.even and p.target.even for p in pieces):
-        return _exchange_even(group, rank, pieces)
-    return _exchange_uneven(group, rank, pieces)
-
-
-def _exchange_even(group: Any, rank: int, pieces: Sequence[_Piece]) -> tuple[torch.Tensor, ...]:
-    """Equal parts: one copy to pack and one to unpack for each tensor."""
-    n = len(pieces[0].source.sizes)
-    shapes = [p.shape(p.source.sizes[0], p.target.sizes[0]) for p in pieces]
-    counts = [math.prod(shape) for shape in shapes]
-    sent = pieces[0].view.new_empty((n, sum(counts)))
-    at = 0
-    for piece, shape, count in zip(pieces, shapes, counts, strict=True):
-        cut = piece.view.unflatten(piece.want_dim, (n, piece.target.sizes[0])).movedim(
-            piece.want_dim, 0
-        )
-        sent.narrow(1, at, count).unflatten(1, shape).copy_(cut)
-        at += count
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    outs, at = [], 0
-    for piece, shape, count in zip(pieces, shapes, counts, strict=True):
-        parts = received.narrow(1, at, count).unflatten(1, shape)
-        outs.append(
-            piece.joined(
-                parts.movedim(0, piece.have_dim)
-                .flatten(piece.have_dim, piece.have_dim + 1)
-                .contiguous()
-            )
-        )
-        at += count
-    return tuple(outs)
-
-
-def _exchange_uneven(group: Any, rank: int, pieces: Sequence[_Piece]) -> tuple[torch.Tensor, ...]:
-    """Parts of any size, none included: the exchange carries split sizes."""
-    n = len(pieces[0].source.sizes)
-    to = [[p.shape(p.source.sizes[rank], p.target.sizes[r]) for p in pieces] for r in range(n)]
-    frm = [[p.shape(p.source.sizes[r], p.target.sizes[rank]) for p in pieces] for r in range(n)]
-    out_counts = [sum(math.prod(s) for s in shapes) for shapes in to]
-    in_counts = [sum(math.prod(s) for s in shapes) for shapes in frm]
-    sent = pieces[0].view.new_empty(sum(out_counts))
-    at = 0
-    for r in range(n):
-        for k, shape in enumerate(to[r]):
-            count = math.prod(shape)
-            target = pieces[k].target
-            cut = pieces[k].view.narrow(pieces[k].want_dim, target.offsets[r], target.sizes[r])
-            sent.narrow(0, at, count).view(shape).copy_(cut)
-            at += count
-    received = sent.new_empty(sum(in_counts))
-    dist.all_to_all_single(received, sent, in_counts, out_counts, group=group)
-    parts: list[list[torch.Tensor]] = [[] for _ in pieces]
-    at = 0
-    for r in range(n):
-        for k, shape in enumerate(frm[r]):
-            count = math.prod(shape)
-            parts[k].append(received.narrow(0, at, count).view(shape))
-            at += count
-    return tuple(p.joined(_assemble(p, parts[k])) for k, p in enumerate(pieces))
-
-
-def _assemble(piece: _Piece, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One dim from all ranks' parts: side by side, or added where their intervals overlap."""
-    source = piece.source
-    if not isinstance(source, Cover):
-        return torch.cat(list(parts), piece.have_dim)
-    shape = list(parts[0].shape)
-    shape[piece.have_dim] = source.whole
-    whole = parts[0].new_zeros(shape)
-    for part, start, size in zip(parts, source.starts, source.sizes, strict=True):
-        whole.narrow(piece.have_dim, start, size).add_(part)
-    return whole
 
 
 def relayout(group: Any, rank: int, source: Shard, target: Shard, x: torch.Tensor) -> torch.Tensor:

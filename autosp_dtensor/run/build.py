@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Call, Captured, capture
+from ..checkpoint import Checkpoint, Policy
 from ..errors import MeshError, PlacementError
 from ..lower import cut_regions, lower
 from ..place import place
 from ..place.seeds import find_sequences, seed_inputs
 from ..placement import Shard
+from .budget import choose_policy
 from .constants import Constants
 from .program import Program
 from .traffic import traffic_of
@@ -33,6 +35,8 @@ class Options:
 
     seq_dim: int = 1
     check_ranks: bool = True
+    checkpoint: str | Checkpoint = "auto"
+    memory_budget: int | None = None
 
 
 def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
@@ -57,9 +61,9 @@ def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
     )
     flat = lower(placed, mesh.size(), captured.fake_mode)
     root = cut_regions(flat, regions)
-    program = Program(
-        captured, placed, flat, root, mesh, live, constants, grad=torch.is_grad_enabled()
-    )
+    grad = torch.is_grad_enabled()
+    policy = choose_policy(root, captured, live, mesh, options) if grad else Policy()
+    program = Program(captured, placed, flat, root, mesh, live, constants, policy, grad=grad)
     program.bind()
     _log_summary(program, call, time.perf_counter() - started)
     return program

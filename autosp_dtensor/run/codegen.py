@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Node
-from torch.fx.node import map_aggregate
 
 from ..capture.tap import Tap
 from ..capture.targets import Opaque
 from ..graph import arg_nodes, facts, result_nodes
-from ..lower import Call, Collective, Drawn, Region, bound
+from ..lower import Call, Collective, Drawn, Region, Step, bound, schedule
 from ..lower import collectives as wire
+from ..lower.exchange import Exchange, all_to_all
 from ..lower.layout import take_shard
 from ..lower.random import Seeded, mix
 
-__all__ = ["Link", "compile_region"]
+__all__ = ["Link", "compile_part", "compile_region"]
 
 
 class Link:
@@ -30,7 +30,7 @@ class Link:
 
 
 def compile_region(
-    region: Region, link: Link, shared: dict[Any, Callable[..., Any]]
+    region: Region, link: Link, shared: dict[Any, Callable[..., Any]], *, marked: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
     """A function of (seed, children, states..., inputs...) that returns the region's results.
 
@@ -38,9 +38,36 @@ def compile_region(
 
     Args:
         shared: compiled functions by source and constants; regions that are equal get the same one.
+        marked: the function takes a frame after `children` and tells it which operation runs.
     """
-    writer = _Writer(link, region)
-    source = writer.write(region)
+    steps = schedule(region.graph)
+    inputs = [n for n in region.graph.nodes if n.op == "placeholder"]
+    output = next(n for n in region.graph.nodes if n.op == "output")
+    writer = _Writer(link, region, marked)
+    return _compiled(writer, writer.write(steps, inputs, list(result_nodes(output))), shared)
+
+
+def compile_part(
+    region: Region, link: Link, shared: dict[Any, Callable[..., Any]], numbers: frozenset[int]
+) -> tuple[Callable[..., Any], tuple[int, ...]]:
+    """Some operations of a region again: a function of (seed, children, frame, values...).
+
+    Returns:
+        it, and the numbers of the nodes whose values it takes.
+    """
+    number = {node: k for k, node in enumerate(region.graph.nodes)}
+    steps = [step for step in schedule(region.graph) if number[step[1]] in numbers]
+    taken = {
+        each for _, node in steps for each in node.all_input_nodes if number[each] not in numbers
+    }
+    inputs = sorted(taken, key=lambda n: number[n])
+    writer = _Writer(link, region, True)
+    return _compiled(writer, writer.write(steps, inputs, []), shared), tuple(
+        number[n] for n in inputs
+    )
+
+
+def _compiled(writer: _Writer, source: str, shared: dict[Any, Callable[..., Any]]) -> Any:
     key = (source, tuple(writer.keys))
     if key not in shared:
         scope: dict[str, Any] = dict(writer.constants)
@@ -50,33 +77,51 @@ def compile_region(
 
 
 class _Writer:
-    def __init__(self, link: Link, region: Region) -> None:
-        self.link = link
+    def __init__(self, link: Link, region: Region, marked: bool) -> None:
+        self.link, self.marked = link, marked
+        self.number = {node: k for k, node in enumerate(region.graph.nodes)}
         self.children = {call: index for index, call in enumerate(region.calls)}
         self.constants: dict[str, Any] = {}
         self.keys: list[Any] = []
-        self.draws = 0
+        self.draws: dict[Node, int] = {}
         self._names: dict[Any, str] = {}
 
-    def write(self, region: Region) -> str:
-        graph = region.graph
-        names = {node: f"v{i}" for i, node in enumerate(graph.nodes)}
-        last = _last_uses(graph.nodes)
+    def write(self, steps: list[Step], inputs: list[Node], results: list[Node]) -> str:
+        names = {node: f"v{number}" for node, number in self.number.items()}
+        drawn = [n for n in self.number if isinstance(n.target, Drawn)]
+        self.draws = {node: number for number, node in enumerate(drawn, 1)}
+        last = _last_uses(steps, results)
         lines: list[str] = []
-        params: list[str] = []
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                params.append(names[node])
-            elif node.op == "output":
-                results = "".join(f"{names[n]}, " for n in result_nodes(node))
-                lines.append(f"return ({results})")
-            else:
-                lines.append(f"{names[node]} = {self._call(node, names)}")
-                dead = [names[n] for n in last.get(node, ())]
-                if dead:
-                    lines.append("del " + ", ".join(dead))
-        head = ["seed", "children", *params]
+        for number, (kind, node) in enumerate(steps):
+            if self.marked:
+                lines.append(f"frame.at = {self.number[node]}")
+            lines.append(self._line(kind, node, names))
+            if self.marked and kind != "start":
+                lines.append(f"frame.made({self.number[node]}, {names[node]})")
+            dead = [names[n] for n in last.get(number, ())]
+            if dead:
+                lines.append("del " + ", ".join(dead))
+        lines.append(f"return ({''.join(f'{names[n]}, ' for n in results)})")
+        head = [
+            "seed",
+            "children",
+            *(["frame"] if self.marked else []),
+            *(names[n] for n in inputs),
+        ]
         return f"def region({', '.join(head)}):\n" + "".join(f"    {line}\n" for line in lines)
+
+    def _line(self, kind: str, node: Node, names: dict[Node, str]) -> str:
+        if kind == "run":
+            return f"{names[node]} = {self._call(node, names)}"
+        if kind == "finish":
+            only = "[0]" if len(node.target.moves) == 1 else ""  # type: ignore[union-attr]
+            return f"{names[node]} = {names[node]}.finish(){only}"
+        args = [self._text(a, names) for a in bound(node.args, self.link.rank)]
+        return f"{names[node]} = {self._exchange(Exchange, node.target, args)}"
+
+    def _exchange(self, call: Any, target: Any, args: list[str]) -> str:
+        group, moves = self._constant(self.link.group, key="group"), self._constant(target.moves)
+        return f"{self._constant(call)}({group}, {self.link.rank}, {moves}, {', '.join(args)})"
 
     def _call(self, node: Node, names: dict[Node, str]) -> str:
         target: Any = node.target
@@ -100,9 +145,9 @@ class _Writer:
             )
             return f"{self._constant(hooks, key=target.func)}({', '.join(args)})"
         if isinstance(target, Drawn):
-            self.draws += 1
-            key = (target, rank if target.sharded else None, self.draws)
-            name = self._constant(Seeded(target.target, self.draws, key[1]), key=key)
+            number = self.draws[node]
+            key = (target, rank if target.sharded else None, number)
+            name = self._constant(Seeded(target.target, number, key[1]), key=key)
             return f"{name}({', '.join(['seed', *args, *kwargs])})"
         return f"{self._constant(target)}({', '.join([*args, *kwargs])})"
 
@@ -111,7 +156,7 @@ class _Writer:
         group = self._constant(link.group, key="group")
         moves, rank = self._constant(target.moves), link.rank
         if target.kind == "all_to_all":
-            call = f"{self._constant(wire.all_to_all)}({group}, {rank}, {moves}, {', '.join(args)})"
+            call = self._exchange(all_to_all, target, args)
             return call if len(target.moves) > 1 else f"{call}[0]"
         if target.kind == "slice":
             return f"{self._constant(take_shard)}({args[0]}, {moves}[0][1], {rank})"
@@ -164,20 +209,18 @@ class _Writer:
         return self._names[known]
 
 
-def _last_uses(nodes: Any) -> dict[Node, list[Node]]:
-    """For each node, the values that no later node uses."""
-    last: dict[Node, Node] = {}
-    returned: set[Node] = set()
-    for node in nodes:
-        if node.op == "output":
-            map_aggregate(node.args, lambda v: returned.add(v) if isinstance(v, Node) else None)
-            continue
-        for used in node.all_input_nodes:
-            last[used] = node
-        if node.op == "call_function" and not node.users:
-            last[node] = node
-    dead: dict[Node, list[Node]] = {}
-    for value, user in last.items():
+def _last_uses(steps: list[Step], results: list[Node]) -> dict[int, list[Node]]:
+    """For each step, the values that no later one uses; an exchange's input goes when it starts."""
+    last: dict[Node, int] = {}
+    for number, (kind, node) in enumerate(steps):
+        if kind != "finish":
+            for used in node.all_input_nodes:
+                last[used] = number
+        if kind != "start":
+            last.setdefault(node, number)
+    returned = set(results)
+    dead: dict[int, list[Node]] = {}
+    for value, number in last.items():
         if value not in returned:
-            dead.setdefault(user, []).append(value)
+            dead.setdefault(number, []).append(value)
     return dead

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .._torch import unset_fake_temporarily
 from ..capture import Call, name_of, read_call, state_key, state_text
 from .agree import Agreement
 from .border import placement_on
@@ -104,7 +105,8 @@ class Forward:
         try:
             live = self.target if isinstance(self.target, nn.Module) else None
             check_devices(call, live, self.mesh)
-            program = build(call, self.mesh, self.options)
+            with unset_fake_temporarily():  # a plan runs on tensors without data
+                program = build(call, self.mesh, self.options)
         except Exception as error:
             if self.options.check_ranks:
                 self.agreement.on_failure(error)  # peers are told, so that they do not wait

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from .._torch import fsdp_hooks_alone, fsdp_policy
 from ..capture import Captured
 from ..capture.tap import Tap
+from ..checkpoint import Choice, Frame, Policy, Recompute, needed
 from ..errors import PlacementError, UsageError
 from ..graph import Meta, Origin, describe, facts
 from ..lower import Call as RegionCall
@@ -27,7 +28,7 @@ from ..lower import Collective, Drawn, Region
 from ..lower.collectives import scale_grad
 from ..placement import Placement, Shard, chunk_sizes
 from .border import as_dtensor, to_local
-from .codegen import Link, compile_region
+from .codegen import Link, compile_part, compile_region
 from .constants import Constants
 
 __all__ = ["Program"]
@@ -44,6 +45,7 @@ class Program:
     mesh: DeviceMesh
     live: nn.Module | None
     constants: Constants
+    policy: Policy = field(default_factory=Policy)
     random: bool = False
     distinct: int = 0
     grad: bool = True
@@ -156,7 +158,16 @@ class Program:
             row = f"{name} {moves} {constants} {known.outs} {known.placements} x{count}"
             sends = isinstance(node.target, Collective) and node.target.sends
             (ordered if sends or isinstance(node.target, Drawn) else rest).append(row)
-        return _ADDRESS.sub("", "\n".join([*ordered, *sorted(rest)]))
+        return _ADDRESS.sub("", "\n".join([*ordered, *sorted(rest), *self._sent_again()]))
+
+    def _sent_again(self) -> Iterator[str]:
+        """Collectives that backward runs again, in order."""
+        for path, region in self.root.walk():
+            choice = self.policy.of(region)
+            for k, node in enumerate(region.graph.nodes if choice else ()):
+                target = node.target
+                if choice and k in choice.again and isinstance(target, Collective) and target.sends:
+                    yield f"again in {path}: {target.kind} {target.moves}"
 
     def valid(self) -> bool:
         """Whether what forward read of its modules' Python still has the value it had."""
@@ -170,6 +181,7 @@ class _Binder:
         self.program, self.link = program, link
         self.shared: dict[Any, Callable[..., Any]] = {}
         self.compiled: dict[Region, Callable[..., Any]] = {}
+        self.again: dict[Region, Any] = {}
 
     def bind(self, region: Region, base: str) -> Callable[..., tuple[Any, ...]]:
         """The region's function with states read from the live modules under `base`."""
@@ -186,7 +198,36 @@ class _Binder:
         def run(seed: int, *inputs: Any) -> tuple[Any, ...]:
             return function(seed, children, *[read() for read in states], *inputs)
 
-        return run
+        choice = program.policy.of(region)
+        if choice is None:
+            return run
+        marked, recompute, numbers = self._recomputed(region, choice)
+
+        def run_in_part_again(seed: int, *inputs: Any) -> tuple[Any, ...]:
+            if not torch.is_grad_enabled():
+                return run(seed, *inputs)
+            values = [*[read() for read in states], *inputs]
+            frame = Frame(recompute, seed, dict(zip(numbers, values, strict=True)))
+            with frame.saving():
+                return marked(seed, children, frame, *values)
+
+        return run_in_part_again
+
+    def _recomputed(self, region: Region, choice: Choice) -> Any:
+        """(the function that tells a frame what runs, how to run parts again, its inputs)."""
+        if region not in self.again:
+            assert choice.keep is not None
+            keep, hold = choice.keep, choice.hold
+            nodes = list(region.graph.nodes)
+
+            def part(wanted: frozenset[int]) -> Any:
+                again, _ = needed(nodes, hold, wanted)
+                return compile_part(region, self.link, self.shared, again)
+
+            marked = compile_region(region, self.link, self.shared, marked=True)
+            numbers = [k for k, node in enumerate(nodes) if node.op == "placeholder"]
+            self.again[region] = marked, Recompute(keep, hold, part), numbers
+        return self.again[region]
 
     def _call(self, call: RegionCall, base: str) -> Callable[..., tuple[Any, ...]]:
         path = f"{base}.{call.path}" if base else call.path

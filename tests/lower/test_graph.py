@@ -13,8 +13,9 @@ import autosp_dtensor as autosp
 from autosp_dtensor.api import forward_of
 from autosp_dtensor.graph import facts
 from autosp_dtensor.lower import Collective
+from autosp_dtensor.place.attention import heads
 from autosp_dtensor.place.rule import Local, Slot
-from autosp_dtensor.place.rules import along, attention, views
+from autosp_dtensor.place.rules import along, views
 from autosp_dtensor.place.table import _BY_NAME
 from autosp_dtensor.placement import Partial, PerRank, Replicate, Shard
 from tests.model_t import ModelT, TConfig, ids_of_t
@@ -186,7 +187,7 @@ def test_simulation_sees_a_rule_that_claims_too_much(
 
 
 def test_simulation_sees_a_wrong_gradient(table: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def detached(self: Any, op: Any, option: Any) -> Local:
+    def detached(self: Any, op: Any, form: Any, option: Any) -> Local:
         return Local(lambda *t: F.scaled_dot_product_attention(t[0].detach(), *t[1:]),
                      tuple(Slot(k) for k in range(3)))  # fmt: skip
 
@@ -195,7 +196,7 @@ def test_simulation_sees_a_wrong_gradient(table: Tensor, monkeypatch: pytest.Mon
         return F.scaled_dot_product_attention(x, x * 2, x)
 
     assert_program_equals_whole(call, (IDS,), 2)
-    monkeypatch.setattr(attention.AttentionRule, "localize", detached)
+    monkeypatch.setattr(heads.Heads, "localize", detached)
     with pytest.raises(AssertionError, match="gradient of const_0"):
         assert_program_equals_whole(call, (IDS,), 2)
 

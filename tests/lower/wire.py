@@ -44,7 +44,12 @@ class Wire:
 
 
 def _all_to_all(
-    received: Tensor, sent: Tensor, ins: Any = None, outs: Any = None, group: Any = None
+    received: Tensor,
+    sent: Tensor,
+    ins: Any = None,
+    outs: Any = None,
+    group: Any = None,
+    async_op: bool = False,
 ) -> None:
     n = group.shared.n
     assert received.is_contiguous() and sent.is_contiguous()

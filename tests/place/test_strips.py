@@ -68,6 +68,14 @@ def alibi(q: Tensor, k: Tensor, v: Tensor, d: Tensor, p: Tensor) -> Tensor:
     return torch.bmm(scores.softmax(-1), v).unflatten(0, (2, HEADS))
 
 
+def sinks(scores: Tensor, p: Tensor) -> Tensor:
+    """As gpt-oss in transformers has them: a learned score of each head, its weight dropped."""
+    sink = SHARPNESS.reshape(1, -1, 1, 1).expand(2, -1, LENGTH, -1)
+    both = torch.cat([scores + padded(p), sink], dim=-1)
+    both = both - both.max(dim=-1, keepdim=True).values
+    return F.softmax(both, dim=-1, dtype=both.dtype)[..., :-1]
+
+
 def in_place(q: Tensor, k: Tensor, v: Tensor, d: Tensor, p: Tensor) -> Tensor:
     scores = torch.sin(q @ k.mT)
     scores *= 3
@@ -126,6 +134,11 @@ STRIPS: dict[str, Attention] = {
     "shared key heads": lambda q, k, v, d, p: (
         (q @ k[:, :2].repeat_interleave(2, 1).transpose(2, 3) + padded(p)).softmax(-1)
         @ v[:, :2].repeat_interleave(2, 1)
+    ),
+    "sinks": lambda q, k, v, d, p: sinks(q @ k.mT, p) @ v,
+    "sinks, plainly": lambda q, k, v, d, p: (
+        torch.cat([(q @ k.mT).masked_fill(~causal(), -INF), q[..., :1]], -1).softmax(-1)[..., :-1]
+        @ v
     ),
     "a kernel with buckets": lambda q, k, v, d, p: F.scaled_dot_product_attention(
         q, k, v, attn_mask=buckets() + padded(p)

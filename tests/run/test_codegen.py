@@ -7,7 +7,7 @@ and backward, each rank on a model of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autosp_dtensor.checkpoint import Policy
 from autosp_dtensor.graph import facts
 from autosp_dtensor.lower import Collective
 from autosp_dtensor.run.codegen import Link
@@ -29,7 +30,9 @@ from tests.place.test_random_programs import Drawn
 from tests.simulate import Lowered, lowered
 
 
-def bound(program: Lowered, model: nn.Module, group: Any, rank: int) -> Any:
+def bound(
+    program: Lowered, model: nn.Module, group: Any, rank: int, policy: Policy | None = None
+) -> Any:
     """What one rank calls: (seed, inputs) -> local results."""
     made = Program(
         program.captured,
@@ -39,6 +42,7 @@ def bound(program: Lowered, model: nn.Module, group: Any, rank: int) -> Any:
         None,  # type: ignore[arg-type]
         model,
         Constants(model),
+        policy or Policy(),
     )
     return _Binder(made, Link(group, rank, program.n)).bind(program.root, "")
 
@@ -50,7 +54,14 @@ def weight(index: int, shape: Sequence[int]) -> Tensor:
 class Ran:
     """A model run on n threads: results glued, gradients averaged, collectives counted."""
 
-    def __init__(self, model: nn.Module, args: Sequence[Tensor], n: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[Tensor],
+        n: int,
+        seed: int = 0,
+        policy: Callable[[Lowered], Policy] | None = None,
+    ) -> None:
         own = [copy.deepcopy(model) for _ in range(n)]
         programs = [lowered(each, tuple(args), n) for each in own]  # tracing is not for threads
         output = next(node for node in programs[0].flat.nodes if node.op == "output")
@@ -58,7 +69,9 @@ class Ran:
         shapes = [meta.shape for meta in facts(output).outs]
 
         def body(group: Any, rank: int) -> tuple[list[Tensor], list[Tensor | None]]:
-            results = bound(programs[rank], own[rank], group, rank)(seed, *args)
+            results = bound(
+                programs[rank], own[rank], group, rank, policy(programs[rank]) if policy else None
+            )(seed, *args)
             losses = [
                 (result * cut(weight(k, shapes[k]), placements[k], n)[rank]).sum()
                 for k, result in enumerate(results)
@@ -78,8 +91,13 @@ class Ran:
         self.program = programs[0]
 
 
-def assert_ranks_give_the_whole(model: nn.Module, args: Sequence[Tensor], n: int) -> Ran:
-    ran = Ran(model, args, n)
+def assert_ranks_give_the_whole(
+    model: nn.Module,
+    args: Sequence[Tensor],
+    n: int,
+    policy: Callable[[Lowered], Policy] | None = None,
+) -> Ran:
+    ran = Ran(model, args, n, policy=policy)
     reference = copy.deepcopy(model)
     leaves = [leaf for leaf in flatten(reference(*args))[0] if isinstance(leaf, Tensor)]
     want = list({id(leaf): leaf for leaf in leaves}.values())  # a tensor given twice is one result

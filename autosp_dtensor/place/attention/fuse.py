@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from ...capture.flex import flex_weights
 from ...capture.targets import UnderAutocast
 from ...graph import facts, set_facts, short_name
+from ..insert import bind
 from ..masks import Pattern, Softmax, tiled_attention
 from .masking import MaskSearch
 from .products import Product, as_product, split_baddbmm
@@ -49,6 +50,7 @@ class _Attention:
     """What makes weights of scores, and what is made with them.
 
     at: the node that takes scores. casts: of weights. dtype: that softmax is asked to work in.
+    sink: [.., H, S, 1], one more score of each query, whose weight is dropped.
     """
 
     scores: Any
@@ -58,18 +60,61 @@ class _Attention:
     dropout_p: float = 0.0
     dtype: torch.dtype | None = None
     stats: tuple[str, ...] = ()
+    sink: Node | None = None
 
 
 def _by_hand(softmax: Node) -> _Attention | None:
     casts: list[Node] = []
-    final, dropout_p = _walk_forward(softmax, casts)
+    scores, sink = _sink_beside(_without_greatest(softmax.args[0]))
+    final, dropout_p = _walk_forward(softmax, casts, sink is not None)
     if final is None or isinstance(softmax.target, UnderAutocast):
         return None
     after = as_product(final)
     if after is None or after.left is not _last(softmax, final):
         return None
     dtype: Any = softmax.kwargs.get("dtype")
-    return _Attention(softmax.args[0], softmax, after, casts, dropout_p, dtype)
+    return _Attention(scores, softmax, after, casts, dropout_p, dtype, sink=sink)
+
+
+def _without_greatest(scores: Any) -> Any:
+    """x of x - x.max(-1, keepdim=True): softmax is the same without it."""
+    if not isinstance(scores, Node) or short_name(scores.target) != "sub" or scores.kwargs:
+        return scores
+    x, greatest = scores.args[0], scores.args[1]
+    while isinstance(greatest, Node) and short_name(greatest.target) in ("getitem", "detach"):
+        if short_name(greatest.target) == "getitem" and greatest.args[1] != 0:
+            return scores
+        greatest = greatest.args[0]
+    if not isinstance(greatest, Node) or short_name(greatest.target) not in ("max", "amax"):
+        return scores
+    given = bind(greatest, ("input", "dim", "keepdim"))
+    rank = len(facts(scores).meta.shape)
+    plain = given.get("dim") in (-1, rank - 1) and given.get("keepdim") is True
+    return x if plain and given["input"] is x else scores
+
+
+def _sink_beside(scores: Any) -> tuple[Any, Node | None]:
+    """(scores, sink) of cat([scores, sink], -1), where the sink is one column."""
+    if not isinstance(scores, Node) or short_name(scores.target) not in ("cat", "concat"):
+        return scores, None
+    given = bind(scores, ("tensors", "dim"))
+    parts: Any = given["tensors"]
+    if given.get("dim") not in (-1, len(facts(scores).meta.shape) - 1) or len(parts) != 2:
+        return scores, None
+    inner, sink = parts
+    if facts(sink).meta.shape[-1] != 1 or len(facts(sink).meta.shape) != 4:
+        return scores, None
+    return inner, sink
+
+
+def _before_expand(sink: Node) -> Node:
+    """What was expanded to all batch rows and queries."""
+    while short_name(sink.target) in ("expand", "broadcast_to") and sink.op == "call_function":
+        source = sink.args[0]
+        if not isinstance(source, Node) or len(facts(source).meta.shape) != 4:
+            break
+        sink = source
+    return sink
 
 
 def _by_flex(node: Node) -> _Attention:
@@ -89,7 +134,7 @@ def _last(softmax: Node, final: Node) -> Any:
 
 def _as_kernel(graph: Graph, found: _Attention, masks: MaskSearch) -> bool:
     """One scaled_dot_product_attention, where its arguments say all of it."""
-    scores = None if found.stats else walk_back(found.scores)
+    scores = None if found.stats or found.sink else walk_back(found.scores)
     before = None if scores is None else as_product(scores.product)
     if scores is None or before is None or not before.is_plain or scores.scale <= 0:
         return False
@@ -141,7 +186,10 @@ def _as_strips(graph: Graph, found: _Attention, masks: MaskSearch) -> None:
             options["enable_gqa"] = True
         if found.dropout_p:
             options["dropout_p"] = found.dropout_p
-        _replace(graph, found, tiled_attention, operands, tuple(tiles[1]), options)
+        leaves = tuple(tiles[1])
+        if found.sink is not None:
+            leaves, options["sink"] = (*leaves, _before_expand(found.sink)), True
+        _replace(graph, found, tiled_attention, operands, leaves, options)
 
 
 def _operands(graph: Graph, before: Product, after: Product) -> tuple[Node, Node, Node] | None:
@@ -207,8 +255,7 @@ def _is_private(product: Node, at: Node) -> bool:
         seen.add(node)
         if node.op == "output" or (node is not product and as_product(node) is not None):
             return False
-        # Past softmax's argument there is nothing but softmax.
-        if not node.users or node > at:
+        if node > at:  # past softmax's argument there is nothing but softmax
             return False
         todo.extend(node.users)
     return True
@@ -252,7 +299,9 @@ def _is_shared(query: Node, key: Node) -> bool:
     return len(q) == 4 and k[-3] == 1 and q[-3] > 1 and q[:-3] == k[:-3]
 
 
-def _walk_forward(softmax: Node, casts: list[Node]) -> tuple[Node | None, float]:
+def _walk_forward(
+    softmax: Node, casts: list[Node], sink: bool = False
+) -> tuple[Node | None, float]:
     """(product with the values, dropout probability), from softmax through casts and dropout."""
     node, probability = softmax, 0.0
     while len(node.users) == 1:
@@ -261,9 +310,15 @@ def _walk_forward(softmax: Node, casts: list[Node]) -> tuple[Node | None, float]
             return None, 0.0
         name = short_name(user.target)
         if as_product(user) is not None:
-            return user, probability
+            return (None if sink else user), probability
         if user.args[0] is not node:
             return None, 0.0
+        if sink and name == "getitem":
+            if user.args[1] != (Ellipsis, slice(None, -1, None)):
+                return None, 0.0
+            sink = False
+            node = user
+            continue
         if name == "dropout":
             training = user.args[2] if len(user.args) > 2 else user.kwargs.get("training", True)
             rate: Any = user.args[1] if len(user.args) > 1 else user.kwargs.get("p", 0.5)

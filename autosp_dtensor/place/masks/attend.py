@@ -44,6 +44,7 @@ def tiled_attention(
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
     softmax: Softmax | None = None,
+    sink: bool = False,
 ) -> Any:
     """scaled_dot_product_attention(q, k, v, mask) without the mask, or any attention by hand.
 
@@ -52,6 +53,8 @@ def tiled_attention(
         leaves: what the mask is made of, as `TileMask` lists it.
         mask: a mask, or an expression of the scores q @ k^T.
         own: which of the mask's heads q has, (from, to); None: all.
+        sink: the last of `leaves` is no part of the mask, but one more score of each query, [1 or
+            B, 1 or H, 1 or S, 1], whose weight is dropped.
 
     Returns:
         [B, H, S, E]; with `softmax.stats` a tuple of it and statistics [B, H, S].
@@ -67,7 +70,7 @@ def tiled_attention(
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     factor = scale if scale is not None else q.shape[-1] ** -0.5 if mask.product is None else 1.0
     seed = int(torch.randint(1 << 31, ())) if dropout_p else 0
-    call = _Call(mask, own, factor, enable_gqa, dropout_p, seed, softmax or Softmax())
+    call = _Call(mask, own, factor, enable_gqa, dropout_p, seed, softmax or Softmax(), sink)
     outs = _Tiled.apply(call, q, k, v, *leaves)
     if flat:
         outs = tuple(out.squeeze(0) for out in outs)
@@ -97,6 +100,19 @@ class _Call:
     dropout_p: float
     seed: int
     softmax: Softmax
+    sink: bool = False
+
+    def split(self, leaves: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
+        """(what the mask is made of, the sink)"""
+        return (leaves[:-1], leaves[-1]) if self.sink else (leaves, None)
+
+    def sink_of(self, sink: torch.Tensor, rect: Rect) -> torch.Tensor:
+        """The sink of a strip's queries."""
+        each = zip(range(3), (rect.batch, rect.heads, (rect.top, rect.bottom)), strict=True)
+        for dim, span in each:
+            if span is not None and sink.shape[dim] > 1:
+                sink = sink.narrow(dim, span[0], span[1] - span[0])
+        return sink
 
     def rect(self, band: Band) -> Rect:
         batch = None if band.batch is None else (band.batch, band.batch + 1)
@@ -138,7 +154,8 @@ class _Tiled(torch.autograd.Function):
         call: _Call = ctx.call
         q, k, v, *leaves = ctx.saved_tensors
         grads = [torch.zeros_like(x) for x in (q, k, v)]
-        trained = [i for i in call.mask.trained if ctx.needs_input_grad[4 + i]]
+        trained = [*call.mask.trained, *([len(leaves) - 1] if call.sink else [])]
+        trained = [i for i in trained if ctx.needs_input_grad[4 + i]]
         leaf_grads = {i: torch.zeros_like(leaves[i]) for i in trained}
         kind, enabled, dtype = ctx.autocast
         for number, band in enumerate(_strips(call, q, k, leaves)):
@@ -173,7 +190,7 @@ def _strips(
     call: _Call, q: torch.Tensor, k: torch.Tensor, leaves: Sequence[torch.Tensor]
 ) -> Iterator[Band]:
     """Bands, those whose scores are made here cut into strips that fit in SCORE_BYTES."""
-    for band in call.mask.bands(leaves):
+    for band in call.mask.bands(call.split(leaves)[0]):
         if not _by_hand(call):
             yield band
             continue
@@ -188,7 +205,8 @@ def _strips(
 
 def _by_hand(call: _Call) -> bool:
     """Where no kernel gives it: scores are changed, or the mask is trained."""
-    return call.mask.product is not None or bool(call.mask.trained or call.softmax.stats)
+    changed = call.mask.product is not None or call.sink
+    return changed or bool(call.mask.trained or call.softmax.stats)
 
 
 def _rows(band: Band, x: torch.Tensor, dim: int = -2) -> torch.Tensor:
@@ -223,7 +241,7 @@ def _attend(
             return _by_softmax(call, band, leaves, q, k, v)
         allowed = None
         if band.masked:
-            allowed = call.mask.values(leaves, call.rect(band))
+            allowed = call.mask.values(call.split(leaves)[0], call.rect(band))
             if allowed.dtype != torch.bool:
                 allowed = allowed.to(q.dtype)
         out = F.scaled_dot_product_attention(
@@ -259,6 +277,7 @@ def _by_softmax(
     v: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Scores, what the model makes of them, softmax and weights, all of one strip."""
+    leaves, sink = call.split(leaves)
     scores = _grouped(q, k.mT)
     if call.scale != 1.0:
         scores = scores * call.scale
@@ -270,6 +289,9 @@ def _by_softmax(
             scores = scores.masked_fill(~values, float("-inf"))
         else:
             scores = scores + values
+    if sink is not None:
+        column = call.sink_of(sink, call.rect(band)).to(scores.dtype)
+        scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
     if call.softmax.dtype is not None:
         scores = scores.to(call.softmax.dtype)
     stats = []
@@ -278,6 +300,8 @@ def _by_softmax(
         stats.append(stat.to(_stats_dtype(q)))
     empty = (scores == float("-inf")).all(-1, keepdim=True)
     weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    if sink is not None:
+        weights = weights[..., :-1]
     if call.dropout_p:
         weights = F.dropout(weights, call.dropout_p)
     weights = weights.to(call.softmax.weights or v.dtype)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from autosp_dtensor.capture.bypass import active_recorder
 
 
 @dataclass(frozen=True)
@@ -74,3 +77,14 @@ def same(call: Callable[..., Any], *tensors: Tensor) -> list[Case]:
     """Local on all dims of every tensor."""
     tensors = tensors or ONE
     return [Case(call, tensors, ",".join("x" * t.dim() for t in tensors))]
+
+
+def own(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A function of the package's own, recorded as one call."""
+
+    def call(*tensors: Tensor) -> Any:
+        recorder = active_recorder()
+        run = function if recorder is None else functools.partial(recorder.call, function)
+        return run(*tensors, **options) if recorder is None else run(tensors, options)
+
+    return call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autosp_dtensor.capture.bypass import active_recorder
 from autosp_dtensor.capture.flex import flex_weights
 
-from .case import Case, b, f, i
+from .case import Case, b, f, i, own
 
 _Q, _K = f(2, 4, 8, 3), f(2, 4, 6, 3)
 
@@ -167,13 +165,6 @@ PRODUCTS["tiled_attention"] = [
 ]
 
 
-def _weights(scores: Tensor, value: Tensor) -> Any:
-    """As flex_attention is recorded."""
-    recorder = active_recorder()
-    run = flex_weights if recorder is None else functools.partial(recorder.call, flex_weights)
-    return run(scores, value) if recorder is None else run((scores, value), {})
-
-
 PRODUCTS["flex_weights"] = [
-    Case(_weights, (f(2, 4, 8, 6), f(2, 4, 6, 5)), "xxx.,xx.."),
+    Case(own(flex_weights), (f(2, 4, 8, 6), f(2, 4, 6, 5)), "xxx.,xx.."),
 ]

@@ -1,0 +1,24 @@
+"""What backward keeps of a region, and what it computes again, by the length of the sequence."""
+
+from .choose import MODES, Checkpoint, Choice, Policy, needed, policy_of
+from .cost import DEVICES, Device, flops_of, seconds_of
+from .frame import Frame, Recompute
+from .record import Record, record, run_fake
+
+__all__ = [
+    "DEVICES",
+    "MODES",
+    "Checkpoint",
+    "Choice",
+    "Device",
+    "Frame",
+    "Policy",
+    "Recompute",
+    "Record",
+    "flops_of",
+    "needed",
+    "policy_of",
+    "record",
+    "run_fake",
+    "seconds_of",
+]

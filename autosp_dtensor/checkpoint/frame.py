@@ -1,0 +1,209 @@
+"""One run of a region whose saved tensors are in part computed again when backward asks for them.
+
+Autograd saves tensors while an operation runs. Each belongs to the operation that made its memory.
+If that one is kept, or is an input of the region, the tensor is saved as ever. Otherwise autograd
+gets a note instead: which operation to run again, and which of its tensors is meant. The first note
+that backward redeems runs the operations that are needed, once for all notes of the region.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["Frame", "Own", "Part", "Recompute", "Value"]
+
+
+@dataclass(frozen=True)
+class Own:
+    """The k-th tensor that operation `at` saves of itself (a norm's statistics, for example)."""
+
+    at: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """A view of the memory of result `index` of operation `at`."""
+
+    at: int
+    index: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+# Runs some operations again: (frame, seed, values that they take) -> None; and which values.
+Part = tuple[Callable[..., Any], tuple[int, ...]]
+
+
+@dataclass(eq=False)
+class Recompute:
+    """What is kept of a region, and how the rest is had again.
+
+    keep: operations whose memory is kept. hold: those of them whose results are taken by what runs
+    again. part: makes the function for a set of operations whose tensors are asked for.
+    """
+
+    keep: frozenset[int]
+    hold: frozenset[int]
+    part: Callable[[frozenset[int]], Part]
+    parts: dict[frozenset[int], Part] = field(default_factory=dict)
+
+    def part_for(self, wanted: frozenset[int]) -> Part:
+        if wanted not in self.parts:
+            self.parts[wanted] = self.part(wanted)
+        return self.parts[wanted]
+
+
+class Frame:
+    """`at` is the operation that runs; generated code sets it, and calls `made` after each.
+
+    given: the region's values (parameters, then inputs), by the number of their node.
+    """
+
+    def __init__(self, recompute: Recompute, seed: int, given: dict[int, torch.Tensor]) -> None:
+        self.recompute, self.seed, self.given = recompute, seed, given
+        self.at = -1
+        self.held: dict[int, Any] = {}
+        self.bytes_kept: dict[int, int] = {}
+        self._given = {_key(t) for t in given.values() if isinstance(t, torch.Tensor)}
+        self._owners: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self._counts: Counter[int] = Counter()
+        self._own: set[Own] = set()
+        self._uses: Counter[tuple[int, int]] = Counter()
+        self._left: Counter[tuple[int, int]] = Counter()
+        self._found: dict[Any, torch.Tensor] = {}
+        kinds = {t.device.type for t in given.values() if isinstance(t, torch.Tensor)} | {"cpu"}
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted(kinds)
+        ]
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Operations inside save their tensors through this frame."""
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            yield
+        self._owners.clear()
+
+    def made(self, at: int, result: Any) -> None:
+        """Operation `at` has run."""
+        for index, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
+            if isinstance(tensor, torch.Tensor):
+                key = _key(tensor)
+                if key not in self._owners and key not in self._given:
+                    self._owners[key] = (StorageWeakRef(tensor.untyped_storage()), at, index)
+        if at in self.recompute.hold:
+            self.held[at] = _detached(result)
+
+    # -- what autograd saves --------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The tensor itself, or a note of how to have it again."""
+        at = self.at
+        k = self._counts[at]
+        self._counts[at] += 1
+        key = _key(tensor)
+        if key in self._given:
+            return tensor
+        keep = self.recompute.keep
+        owner = self._owners.get(key)
+        if owner is None:  # made inside of the operation that runs
+            if at in keep:
+                self.bytes_kept[key] = tensor.untyped_storage().nbytes()
+                return tensor
+            self._own.add(Own(at, k))
+            return Own(at, k)
+        _, maker, index = owner
+        if maker in keep:
+            self.bytes_kept[key] = tensor.untyped_storage().nbytes()
+            return tensor
+        self._uses[maker, index] += 1
+        size, stride = tensor.size(), tensor.stride()
+        offset = int(tensor.storage_offset())
+        return Value(maker, index, tensor.dtype, size, stride, offset)
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if isinstance(saved, Own):
+            if saved not in self._found:
+                self._run_again()
+            return self._found.pop(saved)
+        place = saved.at, saved.index
+        if place not in self._found:
+            self._run_again()
+        base = self._found[place]
+        self._left[place] -= 1
+        if not self._left[place]:
+            del self._found[place]
+        with torch.no_grad():
+            if saved.dtype == base.dtype:
+                return base.as_strided(saved.size, saved.stride, saved.offset)
+            view = torch.empty(0, dtype=saved.dtype, device=base.device)
+            return view.set_(base.untyped_storage(), saved.offset, saved.size, saved.stride)
+
+    # -- having it again ------------------------------------------------------------------------
+
+    def wanted(self) -> frozenset[int]:
+        """The operations whose tensors are to be had again."""
+        return frozenset({own.at for own in self._own} | {at for at, _ in self._uses})
+
+    def _run_again(self) -> None:
+        function, takes = self.recompute.part_for(self.wanted())
+        again = _Again(self._own, set(self._uses))
+        values = [_detached(self.held[k] if k in self.held else self.given[k]) for k in takes]
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            stack.enter_context(torch.enable_grad())
+            hooks = torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack)
+            stack.enter_context(hooks)
+            function(self.seed, (), again, *values)
+        self._found.update(again.found)
+        self._left = Counter(self._uses)
+
+
+class _Again:
+    """The frame of the second run: it notes the tensors that are asked for."""
+
+    def __init__(self, own: set[Own], values: set[tuple[int, int]]) -> None:
+        self.at = -1
+        self.own, self.values = own, values
+        self.found: dict[Any, torch.Tensor] = {}
+        self._counts: Counter[int] = Counter()
+
+    def made(self, at: int, result: Any) -> None:
+        for index, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
+            if (at, index) in self.values and isinstance(tensor, torch.Tensor):
+                self.found[at, index] = tensor.detach()
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        own = Own(self.at, self._counts[self.at])
+        self._counts[self.at] += 1
+        if own in self.own:
+            self.found[own] = tensor.detach()
+
+    def unpack(self, saved: None) -> torch.Tensor:
+        raise AssertionError("backward does not go through the second run")
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _detached(value: Any) -> Any:
+    """The same values, of no graph, that ask for a gradient where they did."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_detached(each) for each in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)

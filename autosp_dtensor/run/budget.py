@@ -1,0 +1,124 @@
+"""What may be kept for backward on this rank's device, and the policy that follows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .._torch import fsdp_policy
+from ..capture import Captured
+from ..checkpoint import DEVICES, Checkpoint, Device, Policy, policy_of
+from ..graph import facts
+from ..lower import Region, local_meta
+
+__all__ = ["choose_policy", "device_of"]
+
+_SHARE = 0.9  # of a device's memory: the allocator's fragments and other libraries take the rest
+
+
+class _Options(Protocol):
+    @property
+    def checkpoint(self) -> str | Checkpoint: ...
+    @property
+    def memory_budget(self) -> int | None: ...
+
+
+def choose_policy(
+    root: Region, captured: Captured, live: nn.Module | None, mesh: DeviceMesh, options: _Options
+) -> Policy:
+    """What the regions of a program keep; those that the model checkpoints are left alone."""
+    own = {
+        call.region
+        for _, region in root.walk()
+        for call in region.calls
+        if captured.calls[call.number].checkpointed
+    }
+    counts = Counter(region for _, region in root.walk() if region is not root)
+    regions = {region: count for region, count in counts.items() if region not in own}
+    device = device_of(mesh.device_type)
+    budget = None
+    if options.checkpoint == "auto":
+        budget = _budget(root, live, mesh.device_type, options.memory_budget)
+    return policy_of(regions, options.checkpoint, device, budget)
+
+
+def device_of(kind: str) -> Device:
+    """The preset that is closest to this rank's device."""
+    if kind != "cuda" or not torch.cuda.is_available():
+        return DEVICES["cpu"]
+    name = torch.cuda.get_device_name().lower()
+    for preset in ("b200", "h200", "h100"):
+        if preset in name:
+            return next(d for d in DEVICES.values() if d.name.startswith(preset))
+    return DEVICES["a100-80gb"]
+
+
+def _budget(root: Region, live: nn.Module | None, kind: str, given: int | None) -> int | None:
+    """Bytes that regions may keep: the device's, less state, gathered parameters and temporaries.
+
+    None where nothing is known of the device's memory (a CPU).
+    """
+    if given is None:
+        if kind != "cuda":
+            return None
+        total = torch.cuda.get_device_properties().total_memory
+        given = int(total * _SHARE) >> 30 << 30  # ranks must choose alike, and devices differ a bit
+    return max(0, given - _state_bytes(live) - _gathered_bytes(live) - _temporary_bytes(root))
+
+
+def _state_bytes(live: nn.Module | None) -> int:
+    """Parameters, gradients, and two moments in fp32 for what is trained (AdamW)."""
+    total = 0
+    for tensor in [*live.parameters(), *live.buffers()] if live is not None else []:
+        count = -(-tensor.numel() // _shards(tensor))
+        total += count * tensor.element_size()
+        if tensor.requires_grad:
+            total += count * (tensor.element_size() + 8)
+    return total
+
+
+def _shards(tensor: torch.Tensor) -> int:
+    """Into how many parts it is split; the same on all ranks, whose own parts differ in size."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_shard())
+
+
+def _gathered_bytes(live: nn.Module | None) -> int:
+    """What FSDP2 gathers at one time: the root's own parameters, two other modules, a gradient."""
+    if live is None:
+        return 0
+    managed = [path for path, module in live.named_modules() if fsdp_policy(module) is not None]
+    owned = dict.fromkeys(managed, 0)
+    for name, parameter in live.named_parameters():
+        around = [p for p in managed if not p or name.startswith(f"{p}.")]
+        if around:
+            owned[max(around, key=len)] += parameter.numel() * 2
+    root = owned.pop("", 0)
+    rest = sorted(owned.values(), reverse=True)
+    return 2 * root + sum(rest[:2]) + sum(rest[:1])
+
+
+def _temporary_bytes(root: Region) -> int:
+    """The largest region run again, all of it; of the root, the largest three values."""
+    largest = 0
+    for _, region in root.walk():
+        sizes = sorted((_bytes(node, i) for node in region.graph.nodes if node.op == "call_function"
+                        for i in range(len(facts(node).outs))), reverse=True)  # fmt: skip
+        largest = max(largest, sum(sizes[:3]) if region is root else sum(sizes))
+    return largest
+
+
+def _bytes(node: object, index: int) -> int:
+    known = facts(node)  # type: ignore[arg-type]
+    size = known.outs[index].dtype.itemsize
+    for length in local_meta(known, index, 0):
+        size *= length
+    return size

@@ -1,0 +1,134 @@
+"""Activation checkpointing by the library, under FSDP2 and on transformers: values stay equal."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import models
+from tests.compare import assert_same_as_one_device, collectives
+from tests.model_t import ModelT, TConfig, ids_of_t
+from tests.pool import Rank, run_on_ranks
+from tests.ranks.training import batches_of_llama, batches_of_t, shard
+from tests.upcasts import upcasts_stay_in_fp64
+
+MODES: dict[str, dict[str, Any]] = {
+    "full": {"checkpoint": "full"},
+    "sequence": {"checkpoint": "sequence"},
+    "auto": {"checkpoint": "auto", "memory_budget": 150_000},
+}
+
+
+def under_fsdp(rank: Rank, options: dict[str, Any], first: str, reshard: bool | int) -> None:
+    import autosp_dtensor as autosp
+
+    def set_up(model: nn.Module, mesh: Any) -> nn.Module:
+        if first == "shard":
+            model = shard(model, mesh, reshard_after_forward=reshard)
+            return autosp.parallelize(model, mesh, **options)
+        model = autosp.parallelize(model, mesh, **options)
+        return shard(model, mesh, reshard_after_forward=reshard)
+
+    build = partial(models.build_t, TConfig(layers=3, qk_norm="hidden"))
+    assert_same_as_one_device(rank, build, batches_of_t(), rank.mesh(dp=2, sp=2), set_up=set_up)
+
+
+@pytest.mark.parametrize("first", ["shard", "parallelize"])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_under_fsdp2_equal_one_device(mode: str, reshard: bool, first: str) -> None:
+    run_on_ranks(under_fsdp, MODES[mode], first, reshard)
+
+
+def families(rank: Rank, family: str, options: dict[str, Any]) -> None:
+    build = partial(models.build_transformers, family)
+    build()
+    with upcasts_stay_in_fp64():
+        assert_same_as_one_device(rank, build, batches_of_llama()[0], rank.mesh(sp=2), **options)
+
+
+@pytest.mark.parametrize("mode", ["full", "sequence"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_transformers_equal_one_device(family: str, mode: str) -> None:
+    run_on_ranks(families, family, MODES[mode], n=2)
+
+
+def user_checkpoints(rank: Rank) -> None:
+    """What the model wraps itself stays so; other blocks follow the option."""
+    build = partial(models.build_t, TConfig(layers=3, checkpointed=(1,)))
+    assert_same_as_one_device(
+        rank, build, batches_of_t()[0], rank.mesh(sp=2), checkpoint="sequence"
+    )
+
+
+def test_the_models_own_checkpoints_stay() -> None:
+    run_on_ranks(user_checkpoints, n=2)
+
+
+def counted(rank: Rank) -> None:
+    """FC-106: exchanges of a step. Kept q, k, v are not exchanged again; else they are, once."""
+    import autosp_dtensor as autosp
+
+    found = {}
+    for name, mode in {
+        "none": "none",
+        "full": "full",
+        "sequence": "sequence",
+        "exchanges": autosp.Checkpoint(("attention", "exchanges")),
+    }.items():
+        model = autosp.parallelize(
+            ModelT(TConfig(layers=2)), rank.mesh(sp=2), checkpoint=mode, check_ranks=False
+        )
+        ids = ids_of_t(2, 16)
+        model(ids, ids)
+        with collectives() as counts:
+            model(ids, ids).loss.backward()
+        found[name] = counts.exchanges()
+    layers = 2
+    assert found["none"] == found["exchanges"] == 4 * layers  # two forward, two backward
+    assert found["sequence"] == found["full"] == 6 * layers  # q, k, v and the output once more
+
+
+def test_exchanges_are_run_again_only_where_they_are_not_kept() -> None:
+    run_on_ranks(counted, n=2)
+
+
+def backward_twice(rank: Rank) -> None:
+    import autosp_dtensor as autosp
+
+    model = autosp.parallelize(ModelT(TConfig(layers=2)), rank.mesh(sp=2), checkpoint="full")
+    ids = ids_of_t(2, 16)
+    loss = model(ids, ids).loss
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    loss.backward()
+    for a, p in zip(once, (p for p in model.parameters() if p.grad is not None), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, 2 * a)
+
+
+def test_backward_may_go_twice_through_a_retained_graph() -> None:
+    run_on_ranks(backward_twice, n=2)
+
+
+def budgets_differ(rank: Rank) -> str:
+    import autosp_dtensor as autosp
+
+    model = autosp.parallelize(
+        ModelT(TConfig(layers=2)), rank.mesh(sp=2), memory_budget=150_000 * (1 + 10 * rank.rank)
+    )
+    ids = ids_of_t(2, 16)
+    try:
+        model(ids, ids)
+    except autosp.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_run_other_exchanges_again_are_told() -> None:
+    """Not all of them would meet in backward."""
+    assert all("program" in text for text in run_on_ranks(budgets_differ, n=2))
