@@ -125,7 +125,7 @@ class Attention(nn.Module):
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         out = self.mix(q, k, v, keep)
-        return self.o(out.transpose(1, 2).reshape(x.shape))
+        return self.o(out.transpose(1, 2).flatten(2))
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.q(x), self.k(x), self.v(x)

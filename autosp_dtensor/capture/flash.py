@@ -79,6 +79,7 @@ def handlers() -> dict[str, Callable[..., Any]]:
     """A handler for each dotted path."""
     made: dict[str, Callable[..., Any]] = {path: _handler(path) for path in ENTRIES}
     made["transformers.masking_utils.flash_attention_mask"] = _keep_padding
+    made["transformers.masking_utils.fast_all"] = _not_looked_at
     return made
 
 
@@ -87,6 +88,11 @@ def _keep_padding(recorder: Recorder, function: Any, bound: inspect.BoundArgumen
     given = bound.arguments
     mask = given.get("attention_mask")
     return None if mask is None else mask[:, -given["kv_length"] :]
+
+
+def _not_looked_at(recorder: Recorder, function: Any, bound: inspect.BoundArguments) -> bool:
+    """The same for flex_attention: not known to be all True."""
+    return False
 
 
 def _handler(path: str) -> Callable[..., Any]:

@@ -28,7 +28,8 @@ _FACTORIES = {"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "f
 
 
 _aten = torch.ops.aten
-_COPIES = {
+# Copies, and what treats each element by itself but lacks the tag in some torch version.
+_UNTAGGED = {
     _aten._to_copy,
     _aten.clone,
     _aten.lift_fresh,
@@ -37,6 +38,9 @@ _COPIES = {
     _aten.alias,
     _aten.scalar_tensor,
     _aten.copy,
+    _aten.floor_divide,
+    _aten.masked_fill,
+    _aten.rsub,
 }
 
 
@@ -123,11 +127,13 @@ def _modified(recorder: Recorder, scores: torch.Tensor, score_mod: Any, mask_mod
     roots = {recorder.node_for(x) for x in (scores, *places)}
     before = set(recorder.graph.nodes)
     allowed = None
-    if score_mod is not None:
-        scores = score_mod(scores, *places)
-    if mask_mod is not None:
-        allowed = mask_mod(*places)
-    _check(recorder, [n for n in recorder.graph.nodes if n not in before], roots)
+    try:
+        if score_mod is not None:
+            scores = score_mod(scores, *places)
+        if mask_mod is not None:
+            allowed = mask_mod(*places)
+    finally:  # what means something else for all positions may have made torch fail
+        _check(recorder, [n for n in recorder.graph.nodes if n not in before], roots)
     for result, name in ((scores, "score_mod"), (allowed, "mask_mod")):
         if result is not None and torch.broadcast_shapes(result.shape, sizes) != sizes:
             raise _refused(recorder, f"{name} gives a tensor of {tuple(result.shape)}", sizes)
@@ -159,12 +165,10 @@ def mod_violation(node: Node) -> str:
         return "" if plain else f"{name} with slices"
     if name in _FACTORIES or not known.aten:
         return ""
-    tagged = all(torch.Tag.pointwise in op.tags or _is_copy(op) for op in known.aten)
-    return "" if tagged else name
-
-
-def _is_copy(op: Any) -> bool:
-    return op.overloadpacket in _COPIES
+    by_element = all(
+        torch.Tag.pointwise in op.tags or op.overloadpacket in _UNTAGGED for op in known.aten
+    )
+    return "" if by_element else name
 
 
 def _refused(recorder: Recorder, what: str, shape: Any) -> CaptureError:

@@ -102,6 +102,17 @@ def refuse_detached_write(target: torch.Tensor, func: Callable[..., Any], where:
         )
 
 
+def refuse_stale(tensor: torch.Tensor, stale: bool, where: Where) -> None:
+    if stale:
+        raise CaptureError(
+            "a tensor is read after its memory was changed through another view.",
+            where=where(),
+            have=given(tensor),
+            why="the traced program has no views of one memory: shards do not alias",
+            fix="use the out-of-place form of the operation that writes: x = x + 1, not x.add_(1)",
+        )
+
+
 @contextlib.contextmanager
 def refused_writes(name: str, arguments: Any, where: Callable[[], str]) -> Iterator[None]:
     """What is recorded as one node may not write to what it is given."""

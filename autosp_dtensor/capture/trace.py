@@ -35,6 +35,7 @@ from .refuse import (
     refuse_foreign_write,
     refuse_method,
     refuse_result,
+    refuse_stale,
     refused_writes,
     value_read,
 )
@@ -130,19 +131,20 @@ class Recorder(TorchFunctionMode):
                 Facts((meta_of(tensor),), scope=tuple(self.scopes), origin=origin),
             )
             self._remember(tensor, node)
-        self._check_alias(tensor)
-        return node
+        self._bring_up_to_date(tensor)
+        return self.node_of[id(tensor)]
 
-    def _check_alias(self, tensor: torch.Tensor) -> None:
-        if self.memory.is_stale(tensor):
-            raise CaptureError(
-                "a tensor is read after its memory was changed through another view.",
-                where=self.where(),
-                have=given(tensor),
-                why="the traced program has no views of one memory: shards do not alias",
-                fix="use the out-of-place form of the operation that writes: x = x + 1, not "
-                "x.add_(1)",
-            )
+    def _bring_up_to_date(self, tensor: torch.Tensor) -> None:
+        """x[i].copy_(y) becomes x[i] = y, where x is read next."""
+        if not self.memory.is_stale(tensor):
+            return
+        for part in self.memory.parts_to_set(tensor):
+            args = part.base, part.index, part.view
+            with torch.enable_grad():  # x may be read under no_grad first
+                self.node_of[id(part.base)] = self._call(
+                    OutOfPlace(torch.Tensor.__setitem__), args, {}, [part.base], (), single=True
+                )
+        refuse_stale(tensor, self.memory.is_stale(tensor), self.where)
 
     def as_fake(self, value: Any) -> Any:
         """Tensors from outside the trace (globals, closures) become constants."""
@@ -172,6 +174,7 @@ class Recorder(TorchFunctionMode):
         refuse_method(func, args, self.where)
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)
         inplace = inplace_argument(func, args, kwargs)
+        self.memory.settle(_leaves((args, kwargs)))
         start = len(self.aten.ops)
         if name in READS or (name == "__format__" and args[1:] and args[1]):
             raise value_read(func, self.where(), given(args, kwargs))
@@ -224,6 +227,8 @@ class Recorder(TorchFunctionMode):
             set_facts(node, facts(node).having(random=True))
         if isinstance(result, torch.Tensor):
             self._remember(result, node)
+            if func is torch.Tensor.__getitem__:
+                self.memory.indexed(args[0], args[1], result)
             return
         refuse_result(func, result, outs, self.where)
         for index, element in enumerate(result):

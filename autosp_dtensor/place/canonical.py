@@ -10,13 +10,15 @@ from .attention.masking import MaskSearch, plain_or_tiled
 from .attention.sharing import share_key_heads
 from .losses import split_mean
 from .masks import ReadState
+from .scatter import look_up_marked
 from .tiled_loss import tile_losses
 
 __all__ = ["canonicalize"]
 
 
 def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) -> Graph:
-    """Means become sums over a global count, plain causal masks go, key heads are shared."""
+    """Means become sums over a global count, features at marked tokens are looked up, plain causal
+    masks go, key heads are shared."""
     masks = MaskSearch(read)
     fuse_attention(graph, masks)
     for node in list(graph.nodes):
@@ -27,6 +29,8 @@ def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) ->
             node = plain_or_tiled(graph, node, masks)
         if name in ("scaled_dot_product_attention", "tiled_attention"):
             share_key_heads(graph, node)
+        elif name == "masked_scatter":
+            look_up_marked(graph, node)
         else:
             split_mean(graph, node)
     tile_losses(graph, axis_size)

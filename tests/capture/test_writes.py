@@ -134,10 +134,19 @@ def test_reading_a_view_after_its_memory_changed_is_refused_with_this_text() -> 
     )
 
 
-def _view_written(m: Any, x: Tensor) -> Tensor:
+def _two_views_written(m: Any, x: Tensor) -> Tensor:
     x = x * 1
-    x[:, 0].zero_()
+    first, second = x[:, :6], x[:, 3:]
+    first.zero_()
+    second.add_(1)
     return x
+
+
+def _another_view_read(m: Any, x: Tensor) -> Tensor:
+    x = x * 1
+    other = x[:, 1:4]
+    x[:, 0].zero_()
+    return other
 
 
 def _view_of_view(m: Any, x: Tensor) -> Tensor:
@@ -173,12 +182,43 @@ def _whole_through_a_half(m: Any, x: Tensor) -> Tensor:
     return x
 
 
-_ALIASES = [_view_written, _view_of_view, _detached, _data]
+_ALIASES = [_two_views_written, _another_view_read, _view_of_view, _detached, _data]
 
 
 @pytest.mark.parametrize("body", [*_ALIASES, _half_through_the_whole, _whole_through_a_half])
 def test_aliases_are_seen(body: Callable[[Any, Tensor], Tensor]) -> None:
     assert "memory was changed through another view" in refused(body)
+
+
+def _filled_in_parts(m: Any, x: Tensor) -> Tensor:
+    """As DeepSeek's keys are made in transformers."""
+    y = x.new_empty(x.shape)
+    y[..., :3].copy_(x[..., 3:6])
+    y[..., 3:].copy_(x[..., 3:].sin())
+    return y
+
+
+def _part_of_a_part(m: Any, x: Tensor) -> Tensor:
+    x = x * 1
+    part = x[..., :6][:, None, 2:]
+    part.mul_(2)
+    part.add_(x[0, 0, 0] * 0 + 1)
+    total = part.sum()
+    x[..., -1].zero_()
+    return x + total
+
+
+def _read_under_no_grad_first(m: Any, x: Tensor) -> Tensor:
+    x = m.linear(x)
+    x[..., :3].mul_(2)
+    with torch.no_grad():
+        size = x.abs().max()
+    return x / size
+
+
+@pytest.mark.parametrize("body", [_filled_in_parts, _part_of_a_part, _read_under_no_grad_first])
+def test_writes_through_a_part_are_set_in_the_whole(body: Callable[[Any, Tensor], Tensor]) -> None:
+    same(body)
 
 
 def test_adding_to_rows_is_right_or_refused() -> None:

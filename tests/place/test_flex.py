@@ -86,6 +86,14 @@ def inside(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.where(q >= k, score, -float("inf"))
 
 
+def chunk(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q // 5 == k // 5
+
+
+def filled(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score.masked_fill(k > q, -float("inf")) + (2 - (q - k)) * 0.1
+
+
 # Calls of flex_attention on q, k, v, document ids; `at` is the function itself or its reference.
 CALLS: dict[str, Callable[[Attend, Tensor, Tensor, Tensor, Tensor], Any]] = {
     "nothing": lambda at, q, k, v, d: at(q, k, v),
@@ -96,6 +104,8 @@ CALLS: dict[str, Callable[[Attend, Tensor, Tensor, Tensor, Tensor], Any]] = {
         q, k, v, block_mask=mask(and_masks(causal, same_document(d)))
     ),
     "window": lambda at, q, k, v, d: at(q, k, v, block_mask=mask(and_masks(causal, window))),
+    "chunks": lambda at, q, k, v, d: at(q, k, v, block_mask=mask(and_masks(causal, chunk))),
+    "filled": lambda at, q, k, v, d: at(q, k, v, filled),
     "prefix": lambda at, q, k, v, d: at(q, k, v, block_mask=mask(or_masks(causal, prefix))),
     "heads apart": lambda at, q, k, v, d: at(q, k, v, block_mask=mask(by_head)),
     "queries that read nothing": lambda at, q, k, v, d: at(
@@ -210,6 +220,9 @@ def test_block_mask_is_an_argument_whose_tensors_change(n: int) -> None:
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a row of a table": (
         lambda at, q, k, v, d: at(q, k, v, lambda s, b, h, i, j: s + d[b][i]), "dim of its own"),
+    "a lookup after another": (
+        lambda at, q, k, v, d: at(q, k, v, lambda s, b, h, i, j: s + BY_DISTANCE[h][i - j]),
+        "dim of its own"),
     "a sum over what is one element": (
         lambda at, q, k, v, d: at(q, k, v, lambda s, b, h, i, j: s + (i - j).sum()), "sum"),
     "a slice": (

@@ -22,7 +22,7 @@ class Form:
         those of keys and values where several query heads share one. Local on heads, and on what
         else attention is local on.
     group: query heads of one key head.
-    empty: the call's result where a rank has no head: f(*args, **kwargs), zeros.
+    empty: the call's result where a rank has nothing to do: f(*args, **kwargs), zeros.
     own: whether the call takes `own`, the query heads that a rank has of all.
     """
 

@@ -9,7 +9,7 @@ from ..rule import FactorRule, Local, Op, Option, Rule
 from . import torch_forms
 from .flash_forms import flash_form
 from .form import Form
-from .heads import Heads
+from .heads import Heads, attend
 from .strategy import AttentionOption, Strategy
 
 __all__ = ["FLASH", "RULES", "STRATEGIES", "AttentionRule"]
@@ -45,7 +45,11 @@ class AttentionRule(Rule):
     def localize(self, op: Op, option: Option) -> Local:
         if isinstance(option, AttentionOption):
             return option.strategy.localize(op, self.form(op), option)
-        return super().localize(op, option)
+        local, form = super().localize(op, option), self.form(op)
+        shards = [p for p in (*option.ins, *option.outs) if isinstance(p, Shard)]
+        if form.empty is None or not any(0 in shard.sizes for shard in shards):
+            return local
+        return Local(attend, (local.target, form.empty, None, (), *local.args), local.kwargs)
 
 
 RULES: dict[str, Rule] = {name: AttentionRule(form) for name, form in torch_forms.FORMS.items()}

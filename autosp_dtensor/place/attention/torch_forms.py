@@ -29,7 +29,7 @@ def _kernel(op: Op) -> Form:
     shared = {HEADS} if group > 1 else set()
     local = frozenset(lead) - shared | (frozenset() if causal else frozenset({"m"}))
     prefer = tuple(name for name in reversed(lead) if name not in shared)
-    return Form(Factors(tuple(ins), ((*lead, "m", None),), local, prefer=prefer), group, _no_heads)
+    return Form(Factors(tuple(ins), ((*lead, "m", None),), local, prefer=prefer), group, _nothing)
 
 
 def _tiled(op: Op) -> Form:
@@ -66,9 +66,20 @@ def _group(op: Op, shared: bool) -> int:
     return op.ins[0].shape[-3] // op.ins[1].shape[-3]
 
 
-def _no_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
-    """Attention on a rank that holds no head: torch 2.11's CPU kernel divides by its size."""
+def _nothing(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> Any:
+    """Attention on a rank that holds no head or no query: torch 2.11's CPU kernel divides by its
+    size, and none of torch's gives the mask a gradient. Without one this rank would leave out
+    collectives that the others wait in."""
     empty = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    if attn_mask is not None and attn_mask.requires_grad:
+        empty = empty + attn_mask.sum()
     return empty + q.sum() + k.sum() + v.sum()
 
 

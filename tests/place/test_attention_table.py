@@ -1,0 +1,64 @@
+"""Every cell of the table in docs/attention.md: form x mask, each with all numbers of heads."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autosp_dtensor.place.masks import tiles
+from tests import reference_attention
+from tests.place.attention_table import FORMS, HEADS, MASKS, Model, has, inputs
+from tests.simulate import assert_program_equals_whole
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "attention.md").read_text()
+CELLS = [(form, mask) for form in FORMS for mask in MASKS if has(form, mask)]
+
+
+@pytest.fixture(autouse=True)
+def flash_and_small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tiles, "TILE", 4)
+    names = reference_attention.install_flash_attn()
+    yield
+    for name in names:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("form", "mask"), CELLS)
+def test_cell(form: str, mask: str, heads: str) -> None:
+    count, kv, n = HEADS[heads]
+    if form == "MultiheadAttention" and count != kv:
+        pytest.skip("it has as many key heads as query heads")
+    model, reference = (Model(form, mask, count, kv, each) for each in (False, True))
+    assert_program_equals_whole(model, inputs(mask, count), n, reference=reference)
+
+
+def rows() -> dict[str, list[str]]:
+    """The page's table: form -> its cells, in the order of the head line."""
+    lines = [line for line in PAGE.splitlines() if line.startswith("|")]
+    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+    first = next(at for at, row in enumerate(cells) if row[0] == "mask")
+    assert cells[first][1:] == list(FORMS)
+    return {row[0]: row[1:] for row in cells[first + 2 : first + 2 + len(MASKS)]}
+
+
+def test_page_names_every_cell_and_no_other() -> None:
+    table = rows()
+    assert list(table) == list(MASKS)
+    for mask, cells in table.items():
+        want = [f"{form}-{mask}" if has(form, mask) else "-" for form in FORMS]
+        assert cells == want
+
+
+def test_page_names_tests_that_exist() -> None:
+    """A name is the file's, then `::`, then the function's; a cell of the table is test_cell's."""
+    named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", PAGE)
+    assert len(named) > 20
+    for file, function in named:
+        source = (ROOT / file).read_text()
+        assert not function or f"def {function}(" in source, f"{file}::{function}"
