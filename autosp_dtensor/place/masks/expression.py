@@ -147,6 +147,8 @@ class Expression:
         """A node is large if it was broadcast to the mask's size; what was given so is not."""
         small = Step("small", node, frame)
         if node is self.product:
+            if not frame.is_whole(facts(node).meta.shape):
+                raise NotStatic("queries times keys in another order")
             return Step("product", node, frame)
         if not facts(node).single or not small.is_plane:
             return small
@@ -308,7 +310,10 @@ class Expression:
         given = iter(indices)
         index = tuple(next(given) if isinstance(i, Node) else i for i in at)
         if kept == 1 and len(index) == 1 and table.is_floating_point():
-            return F.embedding(index[0].to(torch.int64), table)
+            number = index[0].to(torch.int64)
+            if short_name(step.node.target) != "embedding":  # it may count from the end
+                number = torch.where(number < 0, number + table.shape[0], number)
+            return F.embedding(number, table)
         return table[index]
 
     def _call(self, step: Step, rect: Rect, inputs: list[torch.Tensor]) -> torch.Tensor:
