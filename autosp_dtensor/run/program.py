@@ -26,6 +26,7 @@ from ..graph import Meta, Origin, describe, facts
 from ..lower import Call as RegionCall
 from ..lower import Collective, Drawn, Region
 from ..lower.collectives import scale_grad
+from ..place.masks import forget_bands
 from ..placement import Placement, Shard, chunk_sizes
 from .border import as_dtensor, to_local
 from .codegen import Link, compile_part, compile_region
@@ -120,6 +121,7 @@ class Program:
     def __call__(self, tensors: list[torch.Tensor], seed: int) -> Any:
         """Run on the call's tensors; give back what the module's forward would."""
         assert self._run is not None
+        forget_bands()
         values = list(self._run(seed, *[to_local(t) for t in tensors]))
         for index, (meta, placement) in enumerate(self._results):
             if isinstance(placement, Shard):
