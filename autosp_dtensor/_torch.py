@@ -51,6 +51,7 @@ __all__ = [
     "has_backward_hooks_on_all",
     "hook_counts",
     "module_hook_dicts",
+    "neg_view",
     "no_torch_function",
     "once_differentiable",
     "original_class",
@@ -180,6 +181,11 @@ once_differentiable: Any = _function.once_differentiable
 def flatten_mesh(mesh: Any, names: tuple[str, ...], name: str) -> Any:
     """Several axes of a mesh as one; torch keeps it and gives the same one again."""
     return mesh[names]._flatten(name)
+
+
+def neg_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that is read as its negative, as `.imag` of a conjugate is."""
+    return torch.ops.aten._neg_view.default(tensor)
 
 
 def no_torch_function() -> Any:

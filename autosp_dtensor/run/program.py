@@ -196,10 +196,18 @@ class _Binder:
             return run
         marked, recompute, numbers = self._recomputed(region, choice)
 
+        written = [
+            _state_reader(program.live, origin, program.captured.consts)
+            for origin, _ in program.captured.writes
+            if origin.kind == "buffer"
+        ]
+
         def run_in_part_again(seed: int, *inputs: Any) -> tuple[Any, ...]:
             if not torch.is_grad_enabled():
                 return run(seed, *inputs)
-            values = [*[read() for read in states], *inputs]
+            changing = {id(read()) for read in written}  # backward needs them as they are now
+            own = [v.clone() if id(v) in changing else v for v in (read() for read in states)]
+            values = [*own, *inputs]
             frame = Frame(recompute, seed, dict(zip(numbers, values, strict=True)))
             with frame.saving():
                 return marked(seed, children, frame, *values)
