@@ -92,6 +92,12 @@ CASES: dict[str, Attention] = {
     "one head's scores for all": one_head_for_all,
     "a mask and scores alike": of_two_kinds,
     # shapes
+    "a flat mask for flat scores": lambda q, k, v, d: (
+        (q.flatten(0, 1) @ k.flatten(0, 1).mT)
+        .masked_fill(~same(d).expand(-1, HEADS, -1, -1).flatten(0, 1), -1e9)
+        .softmax(-1)
+        @ v.flatten(0, 1)
+    ).unflatten(0, (2, HEADS)),
     "keys of one row": lambda q, k, v, d: kernel(
         q, k[:1], v[:1], attn_mask=same(d) & causal()
     ),

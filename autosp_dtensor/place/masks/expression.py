@@ -223,6 +223,9 @@ class Expression:
         if all(i.kind == "small" for i in inputs) and any(i.is_plane for i in inputs):
             return Step("small", node, frame)
         known = facts(node)
+        shapes = [facts(each).meta.shape for each in node.all_input_nodes]
+        if not known.single or known.meta.shape != _broadcast(shapes):
+            raise NotStatic(node.name)  # flatten, repeat: copies, as far as ATen tells
         plain = name in RULES or name in _SAME_ELEMENTS or is_pointwise(known.aten)
         if not plain or known.random or isinstance(node.target, UnderAutocast):
             raise NotStatic(node.name)
@@ -328,6 +331,13 @@ class Expression:
             tensors = [a for a in args if isinstance(a, torch.Tensor)]
             args = (args[0].expand(torch.broadcast_shapes(*(t.shape for t in tensors))), *args[1:])
         return callee(step.node)(*args, **kwargs)
+
+
+def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...] | None:
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        return None
 
 
 def _constant(node: Node, name: str) -> float | None:
