@@ -53,6 +53,7 @@ __all__ = [
     "hook_counts",
     "memory_tools",
     "module_hook_dicts",
+    "neg_view",
     "no_torch_function",
     "once_differentiable",
     "original_class",
@@ -183,6 +184,11 @@ once_differentiable: Any = _function.once_differentiable
 def flatten_mesh(mesh: Any, names: tuple[str, ...], name: str) -> Any:
     """Several axes of a mesh as one; torch keeps it and gives the same one again."""
     return mesh[names]._flatten(name)
+
+
+def neg_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that is read as its negative, as `.imag` of a conjugate is."""
+    return torch.ops.aten._neg_view.default(tensor)
 
 
 def no_torch_function() -> Any:

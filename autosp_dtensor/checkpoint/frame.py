@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._torch import neg_view
+from ..errors import UsageError
+
 __all__ = ["Frame", "Own", "Part", "Recompute", "Value"]
 
 
@@ -38,6 +41,43 @@ class Value:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    is_conj: bool
+    is_neg: bool
+
+    def seen(self, base: torch.Tensor) -> torch.Tensor:
+        """The view, of that memory again."""
+        with torch.no_grad():
+            if self.dtype == base.dtype:
+                view = base.as_strided(self.size, self.stride, self.offset)
+            else:
+                view = torch.empty(0, dtype=self.dtype, device=base.device)
+                view.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+            view = neg_view(view) if self.is_neg else view
+            return view.conj() if self.is_conj else view
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor that is saved itself. Autograd leaves it to hooks to notice that it was changed."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Kept:
+        return _Kept(tensor, _version(tensor))
+
+    def unchanged(self) -> torch.Tensor:
+        if _version(self.tensor) == self.version:
+            return self.tensor
+        raise UsageError(
+            "a tensor that backward needs was changed after forward.",
+            where="backward of a region that is in part computed again",
+            have=f"{self.tensor.dtype} {tuple(self.tensor.shape)}, changed in place "
+            f"{_version(self.tensor) - self.version} times",
+            why="gradients would be those of other values",
+            fix="change parameters, buffers and results after backward, or change a copy",
+        )
 
 
 # Runs some operations again: (frame, seed, values that they take) -> None; and which values.
@@ -74,7 +114,8 @@ class Frame:
         self.at = -1
         self.held: dict[int, Any] = {}
         self.bytes_kept: dict[int, int] = {}
-        self._given = {_key(t) for t in given.values() if isinstance(t, torch.Tensor)}
+        tensors = {k: t for k, t in given.items() if isinstance(t, torch.Tensor)}
+        self._given = {_key(t): _Kept.of(t) for t in tensors.values()}
         self._owners: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self._counts: Counter[int] = Counter()
         self._own: set[Own] = set()
@@ -113,27 +154,28 @@ class Frame:
         self._counts[at] += 1
         key = _key(tensor)
         if key in self._given:
-            return tensor
+            return _Kept.of(tensor)
         keep = self.recompute.keep
         owner = self._owners.get(key)
         if owner is None:  # made inside of the operation that runs
             if at in keep:
                 self.bytes_kept[key] = tensor.untyped_storage().nbytes()
-                return tensor
+                return _Kept.of(tensor)
             self._own.add(Own(at, k))
             return Own(at, k)
         _, maker, index = owner
         if maker in keep:
             self.bytes_kept[key] = tensor.untyped_storage().nbytes()
-            return tensor
+            return _Kept.of(tensor)
         self._uses[maker, index] += 1
         size, stride = tensor.size(), tensor.stride()
         offset = int(tensor.storage_offset())
-        return Value(maker, index, tensor.dtype, size, stride, offset)
+        signs = tensor.is_conj(), tensor.is_neg()
+        return Value(maker, index, tensor.dtype, size, stride, offset, *signs)
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
+        if isinstance(saved, _Kept):
+            return saved.unchanged()
         if isinstance(saved, Own):
             if saved not in self._found:
                 self._run_again()
@@ -145,11 +187,7 @@ class Frame:
         self._left[place] -= 1
         if not self._left[place]:
             del self._found[place]
-        with torch.no_grad():
-            if saved.dtype == base.dtype:
-                return base.as_strided(saved.size, saved.stride, saved.offset)
-            view = torch.empty(0, dtype=saved.dtype, device=base.device)
-            return view.set_(base.untyped_storage(), saved.offset, saved.size, saved.stride)
+        return saved.seen(base)
 
     # -- having it again ------------------------------------------------------------------------
 
@@ -160,6 +198,9 @@ class Frame:
     def _run_again(self) -> None:
         function, takes = self.recompute.part_for(self.wanted())
         again = _Again(self._own, set(self._uses))
+        for k in takes:
+            if k not in self.held and isinstance(self.given[k], torch.Tensor):
+                self._given[_key(self.given[k])].unchanged()
         values = [_detached(self.held[k] if k in self.held else self.given[k]) for k in takes]
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self._autocast:
@@ -194,6 +235,10 @@ class _Again:
 
     def unpack(self, saved: None) -> torch.Tensor:
         raise AssertionError("backward does not go through the second run")
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _key(tensor: torch.Tensor) -> int:

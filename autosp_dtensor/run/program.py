@@ -26,6 +26,7 @@ from ..graph import Meta, Origin, describe, facts
 from ..lower import Call as RegionCall
 from ..lower import Collective, Drawn, Region
 from ..lower.collectives import scale_grad
+from ..place.masks import forget_bands
 from ..placement import Placement, Shard, chunk_sizes
 from .border import as_dtensor, to_local
 from .codegen import Link, compile_part, compile_region
@@ -120,6 +121,7 @@ class Program:
     def __call__(self, tensors: list[torch.Tensor], seed: int) -> Any:
         """Run on the call's tensors; give back what the module's forward would."""
         assert self._run is not None
+        forget_bands()
         values = list(self._run(seed, *[to_local(t) for t in tensors]))
         for index, (meta, placement) in enumerate(self._results):
             if isinstance(placement, Shard):
@@ -203,10 +205,18 @@ class _Binder:
             return run
         marked, recompute, numbers = self._recomputed(region, choice)
 
+        written = [
+            _state_reader(program.live, origin, program.captured.consts)
+            for origin, _ in program.captured.writes
+            if origin.kind == "buffer"
+        ]
+
         def run_in_part_again(seed: int, *inputs: Any) -> tuple[Any, ...]:
             if not torch.is_grad_enabled():
                 return run(seed, *inputs)
-            values = [*[read() for read in states], *inputs]
+            changing = {id(read()) for read in written}  # backward needs them as they are now
+            own = [v.clone() if id(v) in changing else v for v in (read() for read in states)]
+            values = [*own, *inputs]
             frame = Frame(recompute, seed, dict(zip(numbers, values, strict=True)))
             with frame.saving():
                 return marked(seed, children, frame, *values)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autosp_dtensor as autosp
+from autosp_dtensor.place.masks import tiles
 from tests.run.one_rank import IDS, Model, programs, same, whole
 
 
@@ -138,3 +141,38 @@ def test_what_was_traced_is_logged(mesh: DeviceMesh, caplog: pytest.LogCaptureFi
     assert text.startswith("traced Model(i64[2, 12]) in ")
     nothing = "no collective; 0 B sent per rank"
     assert text.endswith(f"a step: forward {nothing}, backward {nothing}")
+
+
+def test_masks_are_found_anew_for_values_written_past_autograd(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `.data`: tensors and their versions stay the same."""
+    monkeypatch.setattr(tiles, "TILE", 4)
+
+    def body(model: Any, x: Tensor) -> Tensor:
+        q = x[:, None]
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=model.rows == model.columns)[:, 0]
+
+    model = Model(body)
+    model.register_buffer("rows", torch.zeros(2, 1, 12, 1))
+    model.register_buffer("columns", torch.zeros(2, 1, 1, 12))
+    reference = copy.deepcopy(model)
+    autosp.parallelize(model, mesh)
+    for documents in (torch.arange(12) // 5, torch.arange(12) // 2, torch.arange(12) // 7):
+        for each in (model, reference):
+            each.rows.data.copy_(documents[:, None])
+            each.columns.data.copy_(documents)
+        torch.testing.assert_close(whole(model(IDS)), reference(IDS))
+    assert programs(model) == 1
+
+
+def test_masks_keep_nothing_alive() -> None:
+    mask = object.__new__(tiles.TileMask)
+    mask._known = None
+    monkey: Any = mask
+    monkey._find_bands = lambda leaves: []
+    leaf = torch.zeros(3)
+    mask.bands([leaf])
+    held = weakref.ref(leaf)
+    del leaf
+    assert held() is None

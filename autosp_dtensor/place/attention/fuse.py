@@ -138,6 +138,8 @@ def _as_kernel(graph: Graph, found: _Attention, masks: MaskSearch) -> bool:
     before = None if scores is None else as_product(scores.product)
     if scores is None or before is None or not before.is_plain or scores.scale <= 0:
         return False
+    if facts(before.node).meta.shape != facts(found.scores).meta.shape:
+        return False  # a mask that has more heads or rows than the product
     patterns = [masks.pattern(mask.node) for mask in scores.masks]
     known_masks = all(pattern is not None for pattern in patterns)
     if not known_masks and not all(

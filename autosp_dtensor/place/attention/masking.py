@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from ...graph import facts, short_name
+from ...graph import arg_nodes, facts, short_name
 from ..insert import add_call, bind
 from ..masks import (
     Pattern,
@@ -83,7 +83,7 @@ def _signature(mask: TileMask) -> Any:
         called = node.target if node.op == "call_function" else node.op
         return called, repr(args), repr(kwargs), facts(node).outs
 
-    return number[mask.root], tuple(of(node) for node in number)
+    return number[mask.root], mask.product is None, tuple(of(node) for node in number)
 
 
 def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
@@ -102,7 +102,7 @@ def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
         return node
     query = node.args[0]
     assert isinstance(query, Node)
-    found = masks.tiles(mask) if len(facts(query).meta.shape) in (3, 4) else None
+    found = masks.tiles(mask) if _has_own_rows(node) else None
     if found is None:
         _warn(node, mask)
         return node
@@ -110,7 +110,9 @@ def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
     for leaf in leaves:
         if facts(leaf).meta.shape[-2:] == facts(mask).meta.shape[-2:]:
             _warn(node, leaf)
-    options = {k: given[k] for k in ("scale", "enable_gqa", "dropout_p") if given.get(k)}
+    options = {k: given[k] for k in ("enable_gqa", "dropout_p") if given.get(k)}
+    if given.get("scale") is not None:  # 0 is a scale
+        options["scale"] = given["scale"]
     with graph.inserting_before(node):
         options["mask"] = expression
         args = (*node.args, *leaves)
@@ -119,6 +121,18 @@ def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
     node.replace_all_uses_with(tiled)
     graph.erase_node(node)
     return tiled
+
+
+def _has_own_rows(node: Node) -> bool:
+    """Whether queries, keys and values have batch rows of their own, and queries all heads."""
+    whole = facts(node).meta.shape
+    query, key, value = (facts(each).meta.shape for each in arg_nodes(node)[:3])
+    return (
+        len(whole) in (3, 4)
+        and query[:-2] == whole[:-2]
+        and key[:-3] == value[:-3] == whole[:-3]
+        and key[-3] == value[-3]
+    )
 
 
 def _warn(node: Node, mask: Node) -> None:

@@ -3,7 +3,7 @@
 from .attend import Softmax, tiled_attention
 from .expression import ReadState
 from .prove import MASKED_BELOW, Pattern, recognize
-from .tiles import TileMask, tile_mask, tile_scores
+from .tiles import TileMask, forget_bands, tile_mask, tile_scores
 
 __all__ = [
     "MASKED_BELOW",
@@ -11,6 +11,7 @@ __all__ = [
     "ReadState",
     "Softmax",
     "TileMask",
+    "forget_bands",
     "recognize",
     "tile_mask",
     "tile_scores",

@@ -139,7 +139,8 @@ class _Tiled(torch.autograd.Function):
             torch.full(q.shape[:-1], fills[name], dtype=_stats_dtype(q), device=q.device)
             for name in call.softmax.stats
         ]
-        for number, band in enumerate(_strips(call, q, k, leaves)):
+        ctx.bands = call.mask.bands(call.split(leaves)[0])
+        for number, band in enumerate(_strips(call, ctx.bands, q)):
             parts = _parts(band, q, k, v)
             if parts is None:
                 continue
@@ -158,7 +159,7 @@ class _Tiled(torch.autograd.Function):
         trained = [i for i in trained if ctx.needs_input_grad[4 + i]]
         leaf_grads = {i: torch.zeros_like(leaves[i]) for i in trained}
         kind, enabled, dtype = ctx.autocast
-        for number, band in enumerate(_strips(call, q, k, leaves)):
+        for number, band in enumerate(_strips(call, ctx.bands, q)):
             parts = _parts(band, q, k, v)
             if parts is None:
                 continue
@@ -186,11 +187,9 @@ class _Tiled(torch.autograd.Function):
         return (None, *grads, *(leaf_grads.get(i) for i in range(len(leaves))))
 
 
-def _strips(
-    call: _Call, q: torch.Tensor, k: torch.Tensor, leaves: Sequence[torch.Tensor]
-) -> Iterator[Band]:
+def _strips(call: _Call, bands: list[Band], q: torch.Tensor) -> Iterator[Band]:
     """Bands, those whose scores are made here cut into strips that fit in SCORE_BYTES."""
-    for band in call.mask.bands(call.split(leaves)[0]):
+    for band in bands:
         if not _by_hand(call):
             yield band
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,13 +38,13 @@ def _bounds(expression: Expression, step: Step, rect: Rect) -> Known:
     node = step.node
     if step.kind in ("small", "buffer"):
         value = expression.cut(step, rect)
-        return None if value.numel() == 0 else (float(value.min()), float(value.max()))
+        return None if value.numel() == 0 else _clean(value.min().item(), value.max().item())
     if step.kind == "product":
         dtype = facts(node).meta.dtype
         most = min(1e8, torch.finfo(dtype).max / 8)
         return -most, most
     if step.kind == "constant":
-        return step.detail, step.detail
+        return _fitted((step.detail, step.detail), facts(node).meta.dtype)
     if step.kind == "view":
         return _bounds(expression, step.inputs[0], rect)
     if step.kind == "triangle":
@@ -63,7 +64,44 @@ def _bounds(expression: Expression, step: Step, rect: Rect) -> Known:
     ]
     if name in _LOGIC:
         inputs = [None if each is None else _as_bool(each) for each in inputs]
-    return rule(*inputs)
+    kinds = {dtype, *(facts(a).meta.dtype for a in values)}
+    for kind in sorted((k for k in kinds if k.is_floating_point), key=str):
+        inputs = [None if each is None else _near(each, kind) for each in inputs]
+    found = rule(*inputs)
+    return None if found is None else _fitted(found, dtype)
+
+
+def _clean(least: float, most: float) -> Known:
+    """Bounds without NaN; True as 1."""
+    return None if least != least or most != most else (least + 0, most + 0)
+
+
+def _near(a: Bounds, dtype: torch.dtype) -> Bounds:
+    """Wide enough for those who round numbers to this dtype first, and for those who do not."""
+    return min(a[0], _rounded(a[0], dtype)), max(a[1], _rounded(a[1], dtype))
+
+
+def _fitted(a: Bounds, dtype: torch.dtype) -> Known:
+    """The bounds of a result as its dtype holds it. Rounding keeps order; integers wrap."""
+    if dtype == torch.bool:
+        return _as_bool(a)
+    if not dtype.is_floating_point:
+        info = None if dtype.is_complex else torch.iinfo(dtype)
+        return a if info and info.min <= a[0] <= a[1] <= info.max else None
+    if dtype.itemsize < 4:  # in fp32 first, on most devices
+        a = _near(a, torch.float32)
+    return _clean(_rounded(a[0], dtype), _rounded(a[1], dtype))
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    if dtype == torch.float64 or (abs(value) <= 256 and value == int(value)):
+        return value
+    return _rounded_by_torch(float(value), dtype)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _rounded_by_torch(value: float, dtype: torch.dtype) -> float:
+    return torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
 def _triangle(expression: Expression, step: Step, rect: Rect) -> Known:
@@ -82,10 +120,10 @@ def _triangle(expression: Expression, step: Step, rect: Rect) -> Known:
 
 
 def _scalar(value: Any) -> Known:
-    return (float(value), float(value)) if isinstance(value, (bool, int, float)) else None
+    return _clean(value, value) if isinstance(value, (bool, int, float)) else None
 
 
-def _known(rule: Callable[..., Bounds]) -> Callable[..., Known]:
+def _known(rule: Callable[..., Known]) -> Callable[..., Known]:
     """A rule that needs to know all of its inputs."""
 
     def checked(*inputs: Known) -> Known:
@@ -103,19 +141,27 @@ def _compare(
     return rule
 
 
-def _products(a: Bounds, b: Bounds) -> Bounds:
-    each = [0.0 if 0.0 in (x, y) else x * y for x in a for y in b]
+def _products(a: Bounds, b: Bounds) -> Known:
+    for x, y in ((a, b), (b, a)):
+        if -_INF in x or _INF in x:
+            if y[0] <= 0 <= y[1]:
+                return None  # infinity times 0
+    each = [x * y for x in a for y in b]
     return min(each), max(each)
 
 
 def _quotient(a: Known, b: Known) -> Known:
-    return _products(a, (1 / b[0], 1 / b[0])) if a and b and b[0] == b[1] != 0 else None
+    if not (a and b and b[0] == b[1] != 0):
+        return None
+    each = [x / b[0] for x in a]
+    return min(each), max(each)
 
 
 def _sum(a: Known, b: Known) -> Known:
-    """Minus infinity wins over whatever else is added."""
-    if (a and a[1] == -_INF) or (b and b[1] == -_INF):
-        return -_INF, -_INF
+    """Minus infinity wins over whatever else is added; what is not known is not infinite."""
+    for x, y in ((a, b), (b, a)):
+        if x and x[1] == -_INF and (y is None or y[1] < _INF):
+            return -_INF, -_INF
     return (a[0] + b[0], a[1] + b[1]) if a and b else None
 
 

@@ -147,6 +147,8 @@ class Expression:
         """A node is large if it was broadcast to the mask's size; what was given so is not."""
         small = Step("small", node, frame)
         if node is self.product:
+            if not frame.is_whole(facts(node).meta.shape):
+                raise NotStatic("queries times keys in another order")
             return Step("product", node, frame)
         if not facts(node).single or not small.is_plane:
             return small
@@ -221,6 +223,9 @@ class Expression:
         if all(i.kind == "small" for i in inputs) and any(i.is_plane for i in inputs):
             return Step("small", node, frame)
         known = facts(node)
+        shapes = [facts(each).meta.shape for each in node.all_input_nodes]
+        if not known.single or known.meta.shape != _broadcast(shapes):
+            raise NotStatic(node.name)  # flatten, repeat: copies, as far as ATen tells
         plain = name in RULES or name in _SAME_ELEMENTS or is_pointwise(known.aten)
         if not plain or known.random or isinstance(node.target, UnderAutocast):
             raise NotStatic(node.name)
@@ -308,7 +313,10 @@ class Expression:
         given = iter(indices)
         index = tuple(next(given) if isinstance(i, Node) else i for i in at)
         if kept == 1 and len(index) == 1 and table.is_floating_point():
-            return F.embedding(index[0].to(torch.int64), table)
+            number = index[0].to(torch.int64)
+            if short_name(step.node.target) != "embedding":  # it may count from the end
+                number = torch.where(number < 0, number + table.shape[0], number)
+            return F.embedding(number, table)
         return table[index]
 
     def _call(self, step: Step, rect: Rect, inputs: list[torch.Tensor]) -> torch.Tensor:
@@ -323,6 +331,13 @@ class Expression:
             tensors = [a for a in args if isinstance(a, torch.Tensor)]
             args = (args[0].expand(torch.broadcast_shapes(*(t.shape for t in tensors))), *args[1:])
         return callee(step.node)(*args, **kwargs)
+
+
+def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...] | None:
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        return None
 
 
 def _constant(node: Node, name: str) -> float | None:

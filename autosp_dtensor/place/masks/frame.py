@@ -56,6 +56,15 @@ class Frame(NamedTuple):
                 return False
         return True
 
+    def is_whole(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape has its own dims as they are, in their order."""
+        plain = Frame.of(shape)
+        here = zip(self.dims, plain.dims, self.starts, plain.sizes, self.sizes, strict=True)
+        return all(
+            size == own == 1 or (dim == at and start == 0 and size == own)
+            for dim, at, start, size, own in here
+        )
+
     def cut(self, value: torch.Tensor, rect: Rect) -> torch.Tensor:
         """The part of a tensor that a rectangle reads; dims of size 1 are broadcast."""
         each = zip(self.dims, self.sizes, self.starts, self.lengths, rect.spans, strict=True)
@@ -71,7 +80,7 @@ class Frame(NamedTuple):
         """The frame of a view's source.
 
         Raises:
-            NotStatic: the view cuts a dim that is none of the four.
+            NotStatic: the view cuts a dim that is none of the four, or takes one element for all.
         """
         have, want = facts(view.source).meta.shape, view.shape
         dims: list[int | None] = []
@@ -81,6 +90,9 @@ class Frame(NamedTuple):
             at = None if dim is None or -dim > len(want) else view.origin[dim]
             dims.append(None if at is None else at - len(have))
             if at is not None and have[at] != 1:
+                assert dim is not None
+                if want[dim] == 1 != self.lengths[which]:
+                    raise NotStatic("one element for all")
                 sizes[which] = have[at]
                 starts[which] += view.offsets.get(at, 0)
                 cuts.discard(at)
@@ -129,6 +141,8 @@ def view_of(node: Node) -> View | None:
         return None
     source, name = node.args[0], short_name(node.target)
     have, want = facts(source).meta.shape, facts(node).meta.shape
+    if name == "view" and facts(source).meta.dtype != facts(node).meta.dtype:
+        raise NotStatic("a view of the bytes")
     origin: list[int | None]
     match name:
         case "expand" | "expand_as" | "broadcast_to":
@@ -169,8 +183,10 @@ def _order(node: Node, name: str, rank: int) -> list[int]:
         a, b = _int(_argument(node, 1, "source")), _int(_argument(node, 2, "destination"))
         order.insert(b % rank, order.pop(a % rank))
         return order
-    a, b = (-2, -1) if name in ("mT", "T", "t") else (node.args[1], node.args[2])
-    a, b = _int(a), _int(b)
+    a, b = -2, -1
+    if name not in ("mT", "T", "t"):
+        names = ("dim0", "dim1") if name in ("transpose", "swapdims") else ("axis0", "axis1")
+        a, b = (_int(_argument(node, at, each)) for at, each in enumerate(names, 1))
     if name == "T" and rank != 2:
         raise NotStatic(node.name)
     order[a], order[b] = order[b], order[a]

@@ -6,9 +6,10 @@ program runs. A first pass bounds every tile, so that tiles that allow nothing a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -19,7 +20,7 @@ from .expression import Expression, Step
 from .frame import Frame, NotStatic, Rect
 from .prove import MASKED_BELOW
 
-__all__ = ["Band", "TileMask", "tile_mask", "tile_scores"]
+__all__ = ["Band", "TileMask", "forget_bands", "tile_mask", "tile_scores"]
 
 TILE = 512
 
@@ -39,16 +40,24 @@ class Band:
 
 @dataclass(frozen=True)
 class _Known:
-    """Bands found for given tensors, held so that no others take their place unnoticed."""
+    """Bands found for given tensors, which are not kept alive for it."""
 
-    leaves: tuple[torch.Tensor, ...]
-    versions: list[int]
-    tile: int
+    leaves: tuple[weakref.ref[torch.Tensor], ...]
+    made: tuple[Any, ...]
     bands: list[Band]
 
-    def fits(self, leaves: Sequence[torch.Tensor], versions: list[int]) -> bool:
-        same = all(a is b for a, b in zip(self.leaves, leaves, strict=True))
-        return same and versions == self.versions and self.tile == TILE
+    def fits(self, leaves: Sequence[torch.Tensor], made: tuple[Any, ...]) -> bool:
+        same = all(a() is b for a, b in zip(self.leaves, leaves, strict=True))
+        return same and made == self.made
+
+
+def forget_bands() -> None:
+    """A program's call begins: the same tensors may hold other values, written past autograd (by
+    `.data`, or into NumPy's memory)."""
+    _calls[0] += 1
+
+
+_calls = [0]
 
 
 class TileMask:
@@ -80,11 +89,15 @@ class TileMask:
         return found.expand(*found.shape[:-2], rows, columns)
 
     def bands(self, leaves: Sequence[torch.Tensor]) -> list[Band]:
-        """Which tiles there is work in; the same for every layer that is given the same tensors."""
+        """Which tiles there is work in; looked for once in a call for all layers that are given the
+        same tensors."""
         versions = [0 if leaf.is_inference() else leaf._version for leaf in leaves]
-        if self._known is None or not self._known.fits(leaves, versions):
-            self._known = _Known(tuple(leaves), versions, TILE, self._find_bands(leaves))
-        return self._known.bands
+        made = _calls[0], TILE, versions
+        known = self._known
+        if known is None or not known.fits(leaves, made):
+            held = tuple(weakref.ref(leaf) for leaf in leaves)
+            self._known = known = _Known(held, made, self._find_bands(leaves))
+        return known.bands
 
     def _given(self, leaves: Sequence[torch.Tensor]) -> Expression:
         return self._expression.given(dict(zip(self.leaves, leaves, strict=True)))
