@@ -1,6 +1,6 @@
 """What backward keeps of a region, and what it computes again, by the length of the sequence."""
 
-from .choose import MODES, Checkpoint, Choice, Policy, needed, policy_of
+from .choose import MODES, Checkpoint, Choice, Policy, needed, policy_of, whole_bytes
 from .cost import DEVICES, Device, flops_of, seconds_of
 from .frame import Frame, Recompute
 from .record import Record, record, run_fake
@@ -21,4 +21,5 @@ __all__ = [
     "record",
     "run_fake",
     "seconds_of",
+    "whole_bytes",
 ]

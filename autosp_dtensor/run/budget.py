@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Captured
-from ..checkpoint import DEVICES, Checkpoint, Device, Policy, policy_of, record
+from ..checkpoint import DEVICES, Checkpoint, Device, Policy, policy_of, record, whole_bytes
 from ..graph import facts
 from ..lower import Region, local_meta
 
@@ -109,12 +109,24 @@ def _gathered_bytes(live: nn.Module | None) -> int:
 
 
 def _temporary_bytes(root: Region) -> int:
-    """The largest region run again, all of it; of the root, the largest three values."""
+    """What backward of a region holds beside what is kept: all that it saves, had again, and the
+    gradients of its three largest values; of the root, the gradient of its largest (logits).
+    """
     largest = 0
-    for _, region in root.walk():
-        sizes = sorted((_bytes(node, i) for node in region.graph.nodes if node.op == "call_function"
-                        for i in range(len(facts(node).outs))), reverse=True)  # fmt: skip
-        largest = max(largest, sum(sizes[:3]) if region is root else sum(sizes))
+    for region in dict.fromkeys(region for _, region in root.walk()):
+        sizes = sorted(
+            (
+                _bytes(node, i)
+                for node in region.graph.nodes
+                if node.op == "call_function"
+                for i in range(len(facts(node).outs))
+            ),
+            reverse=True,
+        )
+        if region is root:
+            largest = max(largest, sum(sizes[:1]))
+        else:
+            largest = max(largest, sum(sizes[:3]) + whole_bytes(record(region)))
     return largest
 
 
