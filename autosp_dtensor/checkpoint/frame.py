@@ -89,12 +89,16 @@ class Recompute:
     """What is kept of a region, and how the rest is had again.
 
     keep: operations whose memory is kept. hold: those of them whose results are taken by what runs
-    again. part: makes the function for a set of operations whose tensors are asked for.
+    again. part: makes the function for a set of operations whose tensors are asked for. sends:
+    exchanges that run again, the same on every rank. local: whether an operation is had again
+    without any other exchange.
     """
 
     keep: frozenset[int]
     hold: frozenset[int]
     part: Callable[[frozenset[int]], Part]
+    sends: frozenset[int] = frozenset()
+    local: Callable[[int], bool] = lambda at: True
     parts: dict[frozenset[int], Part] = field(default_factory=dict)
 
     def part_for(self, wanted: frozenset[int]) -> Part:
@@ -145,6 +149,13 @@ class Frame:
         if at in self.recompute.hold:
             self.held[at] = _detached(result)
 
+    def results(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The region's results. Where exchanges run again, that is when backward comes to these:
+        which note it redeems first differs by rank (what is a view here is a copy there).
+        """
+        needs = any(isinstance(r, torch.Tensor) and r.requires_grad for r in results)
+        return _Begin.apply(self, *results) if self.recompute.sends and needs else results
+
     # -- what autograd saves --------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -158,13 +169,13 @@ class Frame:
         keep = self.recompute.keep
         owner = self._owners.get(key)
         if owner is None:  # made inside of the operation that runs
-            if at in keep:
+            if at in keep or not self.recompute.local(at):
                 self.bytes_kept[key] = tensor.untyped_storage().nbytes()
                 return _Kept.of(tensor)
             self._own.add(Own(at, k))
             return Own(at, k)
         _, maker, index = owner
-        if maker in keep:
+        if maker in keep or not self.recompute.local(maker):
             self.bytes_kept[key] = tensor.untyped_storage().nbytes()
             return _Kept.of(tensor)
         self._uses[maker, index] += 1
@@ -178,11 +189,11 @@ class Frame:
             return saved.unchanged()
         if isinstance(saved, Own):
             if saved not in self._found:
-                self._run_again()
+                self.run_again()
             return self._found.pop(saved)
         place = saved.at, saved.index
         if place not in self._found:
-            self._run_again()
+            self.run_again()
         base = self._found[place]
         self._left[place] -= 1
         if not self._left[place]:
@@ -195,7 +206,7 @@ class Frame:
         """The operations whose tensors are to be had again."""
         return frozenset({own.at for own in self._own} | {at for at, _ in self._uses})
 
-    def _run_again(self) -> None:
+    def run_again(self) -> None:
         function, takes = self.recompute.part_for(self.wanted())
         again = _Again(self._own, set(self._uses))
         for k in takes:
@@ -211,6 +222,19 @@ class Frame:
             function(self.seed, (), again, *values)
         self._found.update(again.found)
         self._left = Counter(self._uses)
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, frame: Frame, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.frame = frame
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any):
+        ctx.frame.run_again()
+        return None, *grads
 
 
 class _Again:

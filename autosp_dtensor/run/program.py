@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -219,7 +220,8 @@ class _Binder:
             values = [*own, *inputs]
             frame = Frame(recompute, seed, dict(zip(numbers, values, strict=True)))
             with frame.saving():
-                return marked(seed, children, frame, *values)
+                results = marked(seed, children, frame, *values)
+            return frame.results(results)
 
         return run_in_part_again
 
@@ -230,13 +232,20 @@ class _Binder:
             keep, hold = choice.keep, choice.hold
             nodes = list(region.graph.nodes)
 
+            met = {k for k, node in enumerate(nodes) if _meets_others(node)}
+            sends = choice.again & met
+
             def part(wanted: frozenset[int]) -> Any:
-                again, _ = needed(nodes, hold, wanted)
+                again, _ = needed(nodes, hold, wanted | sends)
                 return compile_part(region, self.link, self.shared, again)
+
+            @functools.cache
+            def local(at: int) -> bool:
+                return needed(nodes, hold, (at,))[0] & met <= sends
 
             marked = compile_region(region, self.link, self.shared, marked=True)
             numbers = [k for k, node in enumerate(nodes) if node.op == "placeholder"]
-            self.again[region] = marked, Recompute(keep, hold, part), numbers
+            self.again[region] = marked, Recompute(keep, hold, part, sends, local), numbers
         return self.again[region]
 
     def _call(self, call: RegionCall, base: str) -> Callable[..., tuple[Any, ...]]:
@@ -248,6 +257,11 @@ class _Binder:
         if fsdp_policy(module) is not None:
             run = _through_module(module, run)
         return _checkpointed(run) if self.program.captured.calls[call.number].checkpointed else run
+
+
+def _meets_others(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, RegionCall) or (isinstance(target, Collective) and target.sends)
 
 
 def _under(origin: Origin, base: str) -> Origin:

@@ -1,0 +1,82 @@
+"""Ranks with different numbers of heads and tokens run the same exchanges again, at the same time.
+
+What is a view on one rank is a copy on another, so autograd saves other tensors there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autosp_dtensor.checkpoint import Checkpoint
+from tests.checkpoint.test_recompute import asked
+from tests.run.test_codegen import assert_ranks_give_the_whole
+
+WIDTH, HEADS = 12, 3
+IDS = torch.randint(16, (2, 13), generator=torch.Generator().manual_seed(1))
+Body = Callable[[Any, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.qkv, self.linear, self.body = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            [body],
+        )
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).split(WIDTH, -1)
+        )
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.3 * self.body[0](self, x)
+
+
+class Blocks(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(16, WIDTH))
+        self.blocks = nn.ModuleList(Block(body) for _ in range(2))
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.table)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+BODIES: dict[str, Body] = {
+    "a branch without gradient": lambda m, x: (
+        m.attend(x.detach()) + m.attend(x).detach() * m.linear(x)
+    ),
+    "over all tokens": lambda m, x: m.attend(x - x.mean(1, keepdim=True)) * x.amax(1, keepdim=True),
+    "two in parallel": lambda m, x: m.attend(x) * m.attend(x.sin()),
+}
+MODES: list[tuple[str | Checkpoint, int | None]] = [
+    ("full", None),
+    ("sequence", None),
+    (Checkpoint(("exchanges",)), None),
+    ("auto", 3_000),
+    ("auto", 6_000),
+    ("auto", 9_000),
+]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("name", BODIES)
+def test_uneven_ranks_meet_in_what_runs_again(
+    name: str, mode: tuple[str | Checkpoint, int | None], n: int
+) -> None:
+    assert_ranks_give_the_whole(Blocks(BODIES[name]), (IDS,), n, asked(*mode))
