@@ -24,7 +24,10 @@ class _Code:
         self.function = function
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Code) and other.function.__code__ is self.function.__code__
+        if not isinstance(other, _Code):
+            return False
+        mine, its = self.function, other.function
+        return mine.__code__ == its.__code__ and mine.__globals__ is its.__globals__
 
     def __hash__(self) -> int:
         return hash(self.function.__code__)

@@ -100,6 +100,7 @@ def _attention(recorder: Recorder, function: Any, bound: inspect.BoundArguments)
             fix="make it with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) for this length; "
             "the length is that of the whole sequence",
         )
+    _refuse_bare_blocks(mask, where)
     if query.shape[1] != key.shape[1]:
         if not given["enable_gqa"] or query.shape[1] % key.shape[1]:
             raise CaptureError(
@@ -116,6 +117,22 @@ def _attention(recorder: Recorder, function: Any, bound: inspect.BoundArguments)
     scores = torch.matmul(query, key.transpose(-2, -1)).to(exact) * scale
     scores = _modified(recorder, scores, given["score_mod"], getattr(mask, "mask_mod", None))
     return _results(recorder, scores, value, given)
+
+
+def _refuse_bare_blocks(mask: Any, where: str) -> None:
+    """A BlockMask made of block indices alone: what it allows stands in its blocks only."""
+    mod, blocks = getattr(mask, "mask_mod", None), getattr(mask, "kv_num_blocks", None)
+    if blocks is None or getattr(mod, "__name__", "") != "noop_mask":
+        return
+    sizes, lengths = tuple(mask.BLOCK_SIZE), tuple(mask.seq_lengths)
+    if any(size < length for size, length in zip(sizes, lengths, strict=True)):
+        raise CaptureError(
+            "a block mask has blocks and no mask_mod.",
+            where=where,
+            have=f"blocks of {sizes} for lengths {lengths}",
+            why="which keys are read is found from mask_mod; blocks are not looked at",
+            fix="pass mask_mod= to BlockMask.from_kv_blocks, or use create_block_mask",
+        )
 
 
 def _modified(recorder: Recorder, scores: torch.Tensor, score_mod: Any, mask_mod: Any) -> Any:

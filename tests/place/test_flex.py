@@ -249,3 +249,14 @@ def test_functions_are_themselves_after_tracing() -> None:
     with pytest.raises(CaptureError):
         capture(read_call(model(call, flex.flex_attention), (IDS, DOCUMENTS), {}, lambda t: None))
     assert flex.flex_attention.__code__ is code
+
+
+def test_blocks_without_a_mask_mod_are_refused() -> None:
+    """They alone would say what may be read."""
+    known = mask(causal)
+    bare = flex.BlockMask.from_kv_blocks(
+        known.kv_num_blocks, known.kv_indices, BLOCK_SIZE=4, seq_lengths=(LENGTH, LENGTH)
+    )
+    call = lambda at, q, k, v, d: at(q, k, v, block_mask=bare)  # noqa: E731
+    with pytest.raises(CaptureError, match="no mask_mod"):
+        capture(read_call(model(call, flex.flex_attention), (IDS, DOCUMENTS), {}, lambda t: None))
