@@ -153,8 +153,13 @@ class Frame:
         """The region's results. Where exchanges run again, that is when backward comes to these:
         which note it redeems first differs by rank (what is a view here is a copy there).
         """
-        needs = any(isinstance(r, torch.Tensor) and r.requires_grad for r in results)
-        return _Begin.apply(self, *results) if self.recompute.sends and needs else results
+        asked = [
+            k for k, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad
+        ]
+        if not asked or not self.recompute.sends:
+            return results
+        begun = dict(zip(asked, _Begin.apply(self, *(results[k] for k in asked)), strict=True))
+        return tuple(begun.get(k, result) for k, result in enumerate(results))
 
     # -- what autograd saves --------------------------------------------------------------------
 
@@ -229,7 +234,7 @@ class _Begin(torch.autograd.Function):
     def forward(ctx: Any, frame: Frame, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.frame = frame
         ctx.set_materialize_grads(False)
-        return results
+        return tuple(result.detach() for result in results)  # no views: FSDP2 warns of those
 
     @staticmethod
     def backward(ctx: Any, *grads: Any):

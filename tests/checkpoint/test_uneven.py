@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosp_dtensor.checkpoint import Checkpoint
+from autosp_dtensor.checkpoint import Checkpoint, Frame
 from tests.checkpoint.test_recompute import asked
 from tests.run.test_codegen import assert_ranks_give_the_whole
 
@@ -80,3 +80,49 @@ def test_uneven_ranks_meet_in_what_runs_again(
     name: str, mode: tuple[str | Checkpoint, int | None], n: int
 ) -> None:
     assert_ranks_give_the_whole(Blocks(BODIES[name]), (IDS,), n, asked(*mode))
+
+
+class Pair(nn.Module):
+    """A block whose second result has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, 8, dtype=torch.float64))
+        self.layers = nn.ModuleList(PairBlock() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.embedding(ids, self.table)
+        for layer in self.layers:
+            x, seen = layer(x)
+        return x, seen
+
+
+class PairBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (y.unflatten(-1, (4, 2)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + y, y.detach().abs()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_results_without_a_gradient_stay_so_and_none_is_a_view(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 warns of modules that return views."""
+    model, ids = Pair(), torch.randint(16, (2, 12))
+    given: list[Tensor] = []
+    real = Frame.results
+
+    def noted(frame: Frame, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        out = real(frame, results)
+        given.extend(out)
+        return out
+
+    monkeypatch.setattr(Frame, "results", noted)
+    assert_ranks_give_the_whole(model, (ids,), n, asked("full"))
+    assert {r.requires_grad for r in given} == {True, False}
+    assert not any(r._is_view() for r in given if r.requires_grad)
