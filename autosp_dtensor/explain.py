@@ -11,7 +11,6 @@ from .checkpoint import record, seconds_of
 from .errors import UsageError
 from .graph import describe, facts, short_name
 from .lower import Call, Collective, Region
-from .run.budget import device_of
 from .run.program import Program
 from .run.traffic import size_text, traffic_of
 from .source import call_site
@@ -66,7 +65,7 @@ def _again_lines(program: Program, paths: dict[Region, list[str]]) -> list[str]:
     choices = {region: choice for region in paths if (choice := program.policy.of(region))}
     if not choices:
         return []
-    device = device_of(program.mesh.device_type)
+    device = program.policy.device
     forward = sum(
         seconds_of(node, device) * len(places)
         for region, places in paths.items()

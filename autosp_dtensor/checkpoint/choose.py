@@ -17,7 +17,7 @@ from ..capture.targets import Opaque
 from ..errors import UsageError
 from ..graph import short_name
 from ..lower import Call, Collective, Region
-from .cost import Device, is_attention, is_product, seconds_of
+from .cost import DEVICES, Device, is_attention, is_product, seconds_of
 from .record import Record, record
 
 __all__ = ["MODES", "Checkpoint", "Choice", "Policy", "needed", "policy_of"]
@@ -78,6 +78,7 @@ class Policy:
 
     mode: str = "none"
     choices: dict[Region, Choice] = field(default_factory=dict)
+    device: Device = DEVICES["cpu"]
 
     def of(self, region: Region) -> Choice | None:
         """The choice for a region that is in part run again, else None."""
@@ -151,11 +152,11 @@ def policy_of(
         budget: bytes that all regions together may keep, for "auto"; None: as much as they do.
     """
     if mode == "none" or (mode == "auto" and budget is None):
-        return Policy("none")
+        return Policy("none", device=device)
     found = {region: record(region) for region in regions}
     if mode == "auto":
         assert budget is not None
-        return Policy("auto", _within(found, regions, device, budget))
+        return Policy("auto", _within(found, regions, device, budget), device)
     if isinstance(mode, str):
         mode, name = Checkpoint(("attention",) if mode == "sequence" else ()), mode
     else:
@@ -164,7 +165,7 @@ def policy_of(
     for region, each in found.items():
         keep = [k for k, n in enumerate(each.nodes) if n.op == "call_function" and mode.keeps(n)]
         choices[region] = choice_of(each, keep, device)
-    return Policy(name, choices)
+    return Policy(name, choices, device)
 
 
 def _within(

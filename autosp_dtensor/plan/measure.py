@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from .._torch import FakeTensorMode, memory_tools
-from ..api import explain, parallelize
+from ..api import explain, forward_of, parallelize
+from ..checkpoint import Device
 from ..errors import UsageError
 from ..mesh import fsdp_mesh
 from ..run import block_paths
@@ -41,7 +42,8 @@ _KINDS = {
 class Setting:
     """What is planned: FSDP2 on blocks and root over dp x sp, AdamW in fp32, compute in `dtype`.
 
-    sp=1 is FSDP2 alone. budget: bytes that "auto" may plan with.
+    sp=1 is FSDP2 alone. budget: bytes that "auto" may plan with. device: whose figures it plans
+    with.
     """
 
     make: Callable[[], nn.Module]
@@ -51,6 +53,7 @@ class Setting:
     budget: int | None = None
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
+    device: Device | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,9 @@ def measure(setting: Setting, length: int, *, fake: bool = True) -> Step:
     if setting.checkpoint != "auto" or setting.budget is None:
         options.pop("memory_budget")
     model = parallelize(model, mesh, check_ranks=False, **options)
+    forward = forward_of(model)
+    assert forward is not None
+    forward.options = replace(forward.options, device=setting.device)
     policy = MixedPrecisionPolicy(param_dtype=setting.dtype, reduce_dtype=torch.float32)
     with mode:
         for path in sorted(block_paths(model)):

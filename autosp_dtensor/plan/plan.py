@@ -95,7 +95,7 @@ def plan(
     dp, sp = mesh_shape
     name, make = model_maker(model)
     capacity = int(DEVICES[gpu].size * _USABLE)
-    setting = Setting(make, dp, sp, checkpoint, capacity, batch)
+    setting = Setting(make, dp, sp, checkpoint, capacity, batch, device=DEVICES[gpu])
     tell = progress or (lambda text: None)
     with fake_group(dp * sp):
 

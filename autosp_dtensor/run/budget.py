@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from .._torch import fsdp_policy
 from ..capture import Captured
 from ..checkpoint import DEVICES, Checkpoint, Device, Policy, policy_of, record, whole_bytes
-from ..graph import facts
-from ..lower import Region, local_meta
+from ..graph import result_nodes, short_name
+from ..lower import Call, Region
 
 __all__ = ["choose_policy", "device_of"]
 
@@ -27,6 +27,8 @@ class _Options(Protocol):
     def checkpoint(self) -> str | Checkpoint: ...
     @property
     def memory_budget(self) -> int | None: ...
+    @property
+    def device(self) -> Device | None: ...
 
 
 def choose_policy(
@@ -41,7 +43,7 @@ def choose_policy(
     }
     counts = Counter(region for _, region in root.walk() if region is not root)
     regions = {region: count for region, count in counts.items() if region not in own}
-    device = device_of(mesh.device_type)
+    device = options.device or device_of(mesh.device_type)
     budget = None
     if options.checkpoint == "auto":
         budget = _budget(root, live, mesh.device_type, options.memory_budget)
@@ -71,7 +73,20 @@ def _budget(root: Region, live: nn.Module | None, kind: str, given: int | None) 
         total = torch.cuda.get_device_properties().total_memory
         given = int(total * _SHARE) >> 30 << 30  # ranks must choose alike, and devices differ a bit
     taken = _state_bytes(live) + _gathered_bytes(live) + _temporary_bytes(root)
-    return max(0, given - taken - sum(record(root).kept_bytes().values()))
+    return max(0, given - taken - _root_bytes(root))
+
+
+def _root_bytes(root: Region) -> int:
+    """What the root keeps: what its operations save, what regions get from each other, and its
+    results, which the caller holds.
+    """
+    found = record(root)
+    number = {node: k for k, node in enumerate(found.nodes)}
+    passed = {k for k, node in enumerate(found.nodes) if isinstance(node.target, Call)}
+    given = {found.base.get(number[node]) for node in result_nodes(found.nodes[-1])}
+    saved = found.kept_bytes()
+    more = {k for k in passed | given if k is not None and found.nodes[k] not in saved}
+    return sum(saved.values()) + sum(found.sizes.get(k, 0) for k in more)
 
 
 def _state_bytes(live: nn.Module | None) -> int:
@@ -109,30 +124,18 @@ def _gathered_bytes(live: nn.Module | None) -> int:
 
 
 def _temporary_bytes(root: Region) -> int:
-    """What backward of a region holds beside what is kept: all that it saves, had again, and the
-    gradients of its three largest values; of the root, the gradient of its largest (logits).
+    """What backward holds beside what is kept. Of a region: all that it saves, had again, and the
+    gradients of its three largest values. Of the root: the gradient of its largest value (logits),
+    and of what that was made of, unless the loss goes through it by tiles.
     """
     largest = 0
     for region in dict.fromkeys(region for _, region in root.walk()):
-        sizes = sorted(
-            (
-                _bytes(node, i)
-                for node in region.graph.nodes
-                if node.op == "call_function"
-                for i in range(len(facts(node).outs))
-            ),
-            reverse=True,
-        )
-        if region is root:
-            largest = max(largest, sum(sizes[:1]))
+        found = record(region)
+        made = sorted((found.sizes[k] for k, base in found.base.items() if base == k), reverse=True)
+        if region is not root:
+            largest = max(largest, sum(made[:3]) + whole_bytes(found))
+        elif any(short_name(n.target) == "tiled_cross_entropy" for n in found.nodes):
+            largest = max(largest, sum(made[:2]))
         else:
-            largest = max(largest, sum(sizes[:3]) + whole_bytes(record(region)))
+            largest = max(largest, 2 * sum(made[:1]))
     return largest
-
-
-def _bytes(node: object, index: int) -> int:
-    known = facts(node)  # type: ignore[arg-type]
-    size = known.outs[index].dtype.itemsize
-    for length in local_meta(known, index, 0):
-        size *= length
-    return size

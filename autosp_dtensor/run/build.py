@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Call, Captured, capture
-from ..checkpoint import Checkpoint, Policy
+from ..checkpoint import Checkpoint, Device, Policy
 from ..errors import MeshError, PlacementError
 from ..lower import cut_regions, lower
 from ..place import place
@@ -37,6 +37,7 @@ class Options:
     check_ranks: bool = True
     checkpoint: str | Checkpoint = "auto"
     memory_budget: int | None = None
+    device: Device | None = None  # that is planned for, if not this one
 
 
 def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
