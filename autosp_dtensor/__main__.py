@@ -31,9 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     planned.add_argument("--checkpoint", default="auto", choices=list(MODES))
     planned.add_argument("--batch", type=int, default=1)
     given = parser.parse_args(arguments)
-    sp = given.sp or given.gpus
-    if sp < 1 or given.gpus % sp:
-        parser.error(f"--sp {sp} does not divide --gpus {given.gpus}")
+    sp = given.gpus if given.sp is None else given.sp
+    if given.gpus < 1 or sp < 1 or given.gpus % sp:
+        parser.error(f"--gpus {given.gpus} is not a multiple of --sp {sp}, both at least 1")
     logging.getLogger("autosp_dtensor").setLevel(logging.ERROR)
     try:
         found = plan(

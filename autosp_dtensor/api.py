@@ -147,6 +147,14 @@ def _options(seq_dim: Any, check_ranks: Any, checkpoint: Any, memory_budget: Any
             why="it is what one rank's device may hold in a step",
             fix="for example memory_budget=70 * 2**30",
         )
+    if memory_budget is not None and checkpoint != "auto":
+        raise UsageError(
+            'memory_budget goes with checkpoint="auto".',
+            where=call_site(),
+            have=f"memory_budget={memory_budget}, checkpoint={checkpoint!r}",
+            why="any other choice says by itself what is kept",
+            fix="leave one of them out",
+        )
     return Options(seq_dim, check_ranks, checkpoint, memory_budget)
 
 

@@ -22,18 +22,43 @@ class _Code:
 
     def __init__(self, function: types.FunctionType) -> None:
         self.function = function
+        self.reads = _globals_read(function)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Code):
             return False
         mine, its = self.function, other.function
-        return mine.__code__ == its.__code__ and mine.__globals__ is its.__globals__
+        same = mine.__code__ == its.__code__ and mine.__globals__ is its.__globals__
+        return same and other.reads == self.reads
 
     def __hash__(self) -> int:
         return hash(self.function.__code__)
 
     def __repr__(self) -> str:
         return self.function.__qualname__
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _globals_read(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Python values that a function reads from its module: they are taken when it is traced."""
+    found = []
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, _PLAIN):
+            found.append((name, value))
+        elif isinstance(value, (dict, list, tuple, set)):
+            found.append((name, _plain_items(value)))
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
+            if not callable(value):
+                found.append((name, _plain_items(vars(value))))
+    return found
+
+
+def _plain_items(value: Any) -> list[Any]:
+    items = value.items() if isinstance(value, dict) else enumerate(sorted(map(repr, value)))
+    return [(key, item) for key, item in items if isinstance(item, _PLAIN)]
 
 
 def take_apart(value: Any, leaves: list[Any]) -> tuple[Any, ...]:

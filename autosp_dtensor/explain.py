@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .checkpoint import record, seconds_of
+from .checkpoint import Choice, record, seconds_of
 from .errors import UsageError
 from .graph import describe, facts, short_name
 from .lower import Call, Collective, Region
@@ -31,29 +31,34 @@ def explain_program(program: Program) -> str:
         paths.setdefault(region, []).append(path)
     kept = 0
     for region, places in paths.items():
-        known = record(region).kept_bytes()
-        kept += sum(known.values()) * len(places)
+        found = record(region)
+        known = found.kept_bytes()
+        whole, choice = sum(known.values()), program.policy.of(region)
+        kept += (whole if choice is None else choice.bytes) * len(places)
+        if choice is not None and choice.keep is not None:
+            known = {
+                node: size for node, size in known.items() if found.number(node) in choice.keep
+            }
         more = f" and {len(places) - 1} more like it" if len(places) > 1 else ""
         lines.append(f"{places[0] or 'root'}{more}")
         shown = [n for n in region.graph.nodes if n.op == "call_function" and not _silent(n)]
         lines.extend(_row(node, known) for node in shown)
-        lines.append(_kept_line(program, region, sum(known.values())))
+        lines.extend(_kept_lines(choice, region, whole))
         lines.append("")
     lines.extend(_totals(program, kept))
     lines.extend(_again_lines(program, paths))
     return "\n".join(lines)
 
 
-def _kept_line(program: Program, region: Region, whole: int) -> str:
-    choice = program.policy.of(region)
+def _kept_lines(choice: Choice | None, region: Region, whole: int) -> list[str]:
     if choice is None:
-        return f"  keeps {size_text(whole)} for backward"
+        return [f"  keeps {size_text(whole)} for backward"]
     sends = sum(_sends(list(region.graph.nodes)[k]) for k in choice.again)
-    more = f", {sends} of them exchanges" if sends else ""
-    return (
-        f"  keeps {size_text(choice.bytes)} of {size_text(whole)} for backward; "
-        f"{len(choice.again)} operations run again{more}"
-    )
+    more = f", {sends} of them collectives" if sends else ""
+    return [
+        f"  keeps {size_text(choice.bytes)} of {size_text(whole)} for backward",
+        f"  {len(choice.again)} operations run again{more}",
+    ]
 
 
 def _sends(node: Node) -> bool:
@@ -75,8 +80,8 @@ def _again_lines(program: Program, paths: dict[Region, list[str]]) -> list[str]:
     again = sum(choice.seconds * len(paths[region]) for region, choice in choices.items())
     kept = sum(choice.bytes * len(paths[region]) for region, choice in choices.items())
     return [
-        f"checkpoint {program.policy.mode}: these regions keep {size_text(kept)}; "
-        f"predicted time of a step +{again / (3 * forward):.1%} ({device.name})"
+        f"checkpoint {program.policy.mode}: regions keep {size_text(kept)}, "
+        f"a step takes +{again / (3 * forward):.1%} ({device.name}'s figures)"
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,14 @@ def looked_into() -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(functional, name, function)
+
+
+def _as_hinted(recorder: Recorder, function: Any, bound: inspect.BoundArguments) -> bool:
+    """torch's encoder compares a mask with the causal one, to say so; masks are proved later."""
+    return bound.arguments.get("is_causal") is True
+
+
+_LOOKS = {"torch.nn.modules.transformer._detect_is_causal_mask": _as_hinted}
 
 
 @contextlib.contextmanager
@@ -92,7 +101,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
     try:
         with (
             torch.compiler.set_stance("force_eager"),
-            intercepted({**flash.handlers(), **flex.handlers()}, active_recorder),
+            intercepted({**flash.handlers(), **flex.handlers(), **_LOOKS}, active_recorder),
             # Inside a call, a Function is part of what is one node already.
             functions_run_by(recorded_apply, when=lambda: not recorder.is_inside_call),
         ):

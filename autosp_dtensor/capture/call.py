@@ -163,6 +163,6 @@ def refuse_opaque(call: Call) -> None:
             where=call.name,
             have=call.describe(),
             why="forward may read and change it, and a program is traced once",
-            fix="in training pass none (use_cache=False); under torch.no_grad() such calls run "
-            "unsharded",
+            fix="pass tensors, numbers, functions, or lists, dicts and dataclasses of them; in "
+            "training no cache (use_cache=False); under torch.no_grad() such calls run unsharded",
         )

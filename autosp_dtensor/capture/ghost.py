@@ -67,7 +67,7 @@ class Ghost:
             if path is not None and name not in _UNWATCHED and not name.startswith("__"):
                 watch.add(live[path], name)
         for cls in {type(module) for module in self.live.modules()}:
-            watch.add_function(getattr(cls, "forward", None))
+            watch.add_function(getattr(cls, "forward", None), cls)
         return watch
 
     def own(self, fake: torch.Tensor, origin: Origin) -> torch.Tensor:

@@ -14,6 +14,7 @@ from .template import is_plain
 __all__ = ["Spy", "Watch", "contents", "contents_now", "spied_class", "tensors_now"]
 
 _DEPTH = 4
+_MANY = 256
 
 
 class Spy:
@@ -53,6 +54,8 @@ class Watch:
         self._inner: list[tuple[Any, Any]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._cells: list[tuple[Any, Any]] = []
+        self._bound: list[tuple[dict[str, Any], str, Any]] = []
+        self._codes: set[Any] = set()
         self._seen: set[int] = set()
 
     def add(self, module: nn.Module, name: str) -> None:
@@ -66,15 +69,25 @@ class Watch:
         elif name not in module.__dict__:  # a container of the class
             self._inner.extend(contents(value, self._seen))
 
-    def add_function(self, function: Any) -> None:
-        """Watch the plain globals and closure variables that a function names itself."""
+    def add_function(self, function: Any, owner: type | None = None) -> None:
+        """Watch the globals and closure variables that a function names: plain values, and lists,
+        dicts and simple objects of them; and those of what it calls in its own module and class.
+        """
         code = getattr(function, "__code__", None)
-        if code is None:
+        if code is None or code in self._codes:
             return
+        self._codes.add(code)
         names = function.__globals__
         for name in code.co_names:
-            if name in names and is_plain(names[name]):
-                self._globals.append((names, name, names[name]))
+            if name in names:
+                self._add_global(names, name, function.__module__)
+            for called in (names.get(name), getattr(owner, name, None)):
+                near = getattr(called, "__module__", None) == function.__module__
+                if near and isinstance(called, types.FunctionType):
+                    self.add_function(called, owner)
+        self._add_cells(function)
+
+    def _add_cells(self, function: Any) -> None:
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
@@ -82,6 +95,14 @@ class Watch:
                 continue
             if is_plain(value):
                 self._cells.append((cell, value))
+
+    def _add_global(self, names: dict[str, Any], name: str, module: str) -> None:
+        value = names[name]
+        if is_plain(value):
+            self._globals.append((names, name, value))
+        elif _is_simple(value, module):
+            self._bound.append((names, name, value))
+            self._inner.extend(contents(value, self._seen, _DEPTH - 2))
 
     def holds(self) -> bool:
         """Whether everything still has the value it had."""
@@ -92,6 +113,8 @@ class Watch:
         if any(scope.get(name) != old for scope, name, old in self._globals):
             return False
         if any(cell.cell_contents != old for cell, old in self._cells):
+            return False
+        if any(scope.get(name) is not old for scope, name, old in self._bound):
             return False
         if any(module.__dict__.get(name) is not value for module, name, value in self._same):
             return False
@@ -109,6 +132,14 @@ def contents(value: Any, seen: set[int], depth: int = 0) -> Iterator[tuple[Any, 
     yield value, contents_now(value)
     for child in _children(value):
         yield from contents(child, seen, depth + 1)
+
+
+def _is_simple(value: Any, module: str) -> bool:
+    """A small collection, or an object of a class from where the function is."""
+    if isinstance(value, (list, dict, set, tuple)):
+        return len(value) <= _MANY
+    near = getattr(type(value), "__module__", "").split(".")[0] in (module.split(".")[0], "types")
+    return near and _is_container(value)
 
 
 def _is_container(value: Any) -> bool:

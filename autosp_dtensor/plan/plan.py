@@ -93,6 +93,14 @@ def plan(
             fix="name one of those, in lower case",
         )
     dp, sp = mesh_shape
+    if min(dp, sp, batch, seq if seq is not None else 1) < 1:
+        raise UsageError(
+            "sizes of a plan are positive numbers.",
+            where="autosp.plan",
+            have=f"mesh_shape={mesh_shape}, batch={batch}, seq={seq}",
+            why="there would be nothing to run",
+            fix="give each of them as 1 or more",
+        )
     name, make = model_maker(model)
     capacity = int(DEVICES[gpu].size * _USABLE)
     setting = Setting(make, dp, sp, checkpoint, capacity, batch, device=DEVICES[gpu])

@@ -131,11 +131,12 @@ class Agreement:
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise RankMismatchError(
-                "ranks of one sp group hold different parameters.",
+                "ranks of one sp group hold different parameters or buffers.",
                 where=call_site(self.name),
                 have=", ".join(wrong[:3]) + more,
                 why="each computes a part of the sequence with its own copy",
-                fix="seed all ranks alike before the model is built, or load the same weights",
+                fix="seed all ranks alike before the model is built, or load the same weights; "
+                "after to_empty() fill buffers as well, also those that are in no state_dict",
             )
 
     def on_text(self, text: str, what: str) -> None:

@@ -145,6 +145,6 @@ def test_argument_that_holds_state_is_refused_with_this_text() -> None:
         "  node  Takes\n"
         f"  have  dict(i64[2, 12]), {Cache.__qualname__}\n"
         "  why   forward may read and change it, and a program is traced once\n"
-        "  fix   in training pass none (use_cache=False); under torch.no_grad() such calls run "
-        "unsharded"
+        "  fix   pass tensors, numbers, functions, or lists, dicts and dataclasses of them; in "
+        "training no cache (use_cache=False); under torch.no_grad() such calls run unsharded"
     )

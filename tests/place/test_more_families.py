@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from autosp_dtensor.place.masks import tiles
@@ -80,3 +81,13 @@ def test_family_is_that_of_one_device(family: str, attention: str, variant: str,
     models.fill(model)
     with upcasts_stay_in_fp64():
         assert_program_equals_whole(model, (), n, **models.batch_transformers(variant))
+
+
+@pytest.mark.parametrize("hint", [None, True, False])
+def test_torchs_encoder_takes_a_mask_with_and_without_a_hint(hint: bool | None) -> None:
+    """Without one torch looks whether the mask is causal; the trace need not."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(12).double()
+    x = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0)).double()
+    assert_program_equals_whole(encoder, (x,), 2, mask=mask, is_causal=hint)
