@@ -19,8 +19,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What comes later may import what comes earlier, never the other way round.
 ORDER = [
-    "source", "errors", "placement", "closures", "tree", "graph", "_torch", "mesh", "capture",
-    "place", "lower", "checkpoint", "run", "explain", "check", "api", "plan", "__init__",
+    "source", "errors", "placement", "autocast", "closures", "tree", "graph", "_torch", "mesh",
+    "capture", "place", "lower", "checkpoint", "run", "explain", "check", "api", "plan", "__init__",
     "__main__",
 ]  # fmt: skip
 

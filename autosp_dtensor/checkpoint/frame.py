@@ -18,6 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import neg_view
+from ..autocast import autocast_state, under
 from ..errors import UsageError
 
 __all__ = ["Frame", "Own", "Part", "Recompute", "Value"]
@@ -127,10 +128,7 @@ class Frame:
         self._left: Counter[tuple[int, int]] = Counter()
         self._found: dict[Any, torch.Tensor] = {}
         kinds = {t.device.type for t in given.values() if isinstance(t, torch.Tensor)} | {"cpu"}
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in sorted(kinds)
-        ]
+        self._autocast = [autocast_state(kind) for kind in sorted(kinds)]
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -219,8 +217,8 @@ class Frame:
                 self._given[_key(self.given[k])].unchanged()
         values = [_detached(self.held[k] if k in self.held else self.given[k]) for k in takes]
         with contextlib.ExitStack() as stack:
-            for kind, enabled, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            for state in self._autocast:
+                stack.enter_context(under(state))
             stack.enter_context(torch.enable_grad())
             hooks = torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack)
             stack.enter_context(hooks)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from .._torch import once_differentiable
+from ..autocast import autocast_state, under
 from ..capture.targets import OutOfPlace, UnderAutocast
 from ..graph import callee, facts, set_facts, short_name
 from .insert import add_call, bind
@@ -132,8 +133,7 @@ class _Tiled(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.steps, ctx.options = steps, options
         ctx.save_for_backward(target, logits, *([] if weight is None else [weight]))
-        kind = logits.device.type
-        ctx.autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        ctx.autocast = autocast_state(logits.device.type)
         sums = [
             _loss(steps, options, weight, target[rows], logits[rows]) for rows in _tiles(logits)
         ]
@@ -147,10 +147,9 @@ class _Tiled(torch.autograd.Function):
         target, logits, *rest = ctx.saved_tensors
         weight = rest[0] if rest else None
         grad = torch.empty_like(logits)
-        kind, enabled, dtype = ctx.autocast
         for rows in _tiles(logits):
             part = logits[rows].detach().requires_grad_()
-            with torch.enable_grad(), torch.autocast(kind, enabled=enabled, dtype=dtype):
+            with torch.enable_grad(), under(ctx.autocast):
                 loss = _loss(ctx.steps, ctx.options, weight, target[rows], part)
             (found,) = torch.autograd.grad(loss, part, incoming[0])
             grad[rows] = found

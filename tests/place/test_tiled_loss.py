@@ -102,3 +102,14 @@ def test_half_precision_logits_are_all_that_is_kept() -> None:
     loss.backward()
     (want,) = torch.autograd.grad(F.cross_entropy(logits.float(), target, reduction="sum"), logits)
     torch.testing.assert_close(logits.grad, want)
+
+
+def test_a_model_without_data_is_traced_and_placed() -> None:
+    """The meta device has no autocast to restore."""
+    head = torch.randn(11, 8, device="meta")
+
+    def call(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(*flat(F.linear(x, head), target))
+
+    x, target = torch.randn(2, 13, 8, device="meta"), TARGET.to("meta")
+    assert lowered(call, (x, target), 2).named("tiled_cross_entropy")

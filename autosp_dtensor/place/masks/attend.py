@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ..._torch import once_differentiable
+from ...autocast import autocast_state, under
 from .frame import Rect
 from .tiles import Band, TileMask
 
@@ -63,8 +64,9 @@ def tiled_attention(
     so that neither scores nor masks are kept. A query that may read nothing gets zeros, as in SDPA.
     """
     kind = q.device.type
-    if torch.is_autocast_enabled(kind):  # as scaled_dot_product_attention does
-        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    state = autocast_state(kind)
+    if state is not None and state[1]:  # as scaled_dot_product_attention does
+        q, k, v = (x.to(state[2]) for x in (q, k, v))
     flat = q.dim() == 3
     if flat:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
@@ -131,8 +133,7 @@ class _Tiled(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.save_for_backward(q, k, v, *leaves)
-        kind = q.device.type
-        ctx.autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        ctx.autocast = autocast_state(q.device.type)
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         fills = {"lse": float("-inf"), "max": float("-inf")}
         stats = [
@@ -158,7 +159,6 @@ class _Tiled(torch.autograd.Function):
         trained = [*call.mask.trained, *([len(leaves) - 1] if call.sink else [])]
         trained = [i for i in trained if ctx.needs_input_grad[4 + i]]
         leaf_grads = {i: torch.zeros_like(leaves[i]) for i in trained}
-        kind, enabled, dtype = ctx.autocast
         for number, band in enumerate(_strips(call, ctx.bands, q)):
             parts = _parts(band, q, k, v)
             if parts is None:
@@ -167,7 +167,7 @@ class _Tiled(torch.autograd.Function):
             given = [x.detach() for x in leaves]
             for i in trained:
                 given[i].requires_grad_()
-            with torch.enable_grad(), torch.autocast(kind, enabled=enabled, dtype=dtype):
+            with torch.enable_grad(), under(ctx.autocast):
                 outs = _attend(call, number, band, given, *inputs)
             pairs = [
                 (out, _rows(band, grad, -2 if at == 0 else -1))
