@@ -110,11 +110,12 @@ def test_ranks_with_different_parameters_are_told_which() -> None:
     for name, text in run_on_ranks(unlike, "parameter", n=2, timeout=60):
         assert name == "RankMismatchError"
         assert text == (
-            "ranks of one sp group hold different parameters.\n"
+            "ranks of one sp group hold different parameters or buffers.\n"
             "  where Odd (test_rank_mismatch.py:LINE)\n"
             "  have  head.weight\n"
             "  why   each computes a part of the sequence with its own copy\n"
-            "  fix   seed all ranks alike before the model is built, or load the same weights"
+            "  fix   seed all ranks alike before the model is built, or load the same weights; "
+            "after to_empty() fill buffers as well, also those that are in no state_dict"
         )
 
 
