@@ -36,9 +36,8 @@ def explain_program(program: Program) -> str:
         whole, choice = sum(known.values()), program.policy.of(region)
         kept += (whole if choice is None else choice.bytes) * len(places)
         if choice is not None and choice.keep is not None:
-            known = {
-                node: size for node, size in known.items() if found.number(node) in choice.keep
-            }
+            stays = {found.nodes[k] for k in choice.keep}
+            known = {node: size for node, size in known.items() if node in stays}
         more = f" and {len(places) - 1} more like it" if len(places) > 1 else ""
         lines.append(f"{places[0] or 'root'}{more}")
         shown = [n for n in region.graph.nodes if n.op == "call_function" and not _silent(n)]

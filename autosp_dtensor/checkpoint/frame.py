@@ -118,7 +118,6 @@ class Frame:
         self.recompute, self.seed, self.given = recompute, seed, given
         self.at = -1
         self.held: dict[int, Any] = {}
-        self.bytes_kept: dict[int, int] = {}
         tensors = {k: t for k, t in given.items() if isinstance(t, torch.Tensor)}
         self._given = {_key(t): _Kept.of(t) for t in tensors.values()}
         self._owners: dict[int, tuple[StorageWeakRef, int, int]] = {}
@@ -173,13 +172,11 @@ class Frame:
         owner = self._owners.get(key)
         if owner is None:  # made inside of the operation that runs
             if at in keep or not self.recompute.local(at):
-                self.bytes_kept[key] = tensor.untyped_storage().nbytes()
                 return _Kept.of(tensor)
             self._own.add(Own(at, k))
             return Own(at, k)
         _, maker, index = owner
         if maker in keep or not self.recompute.local(maker):
-            self.bytes_kept[key] = tensor.untyped_storage().nbytes()
             return _Kept.of(tensor)
         self._uses[maker, index] += 1
         size, stride = tensor.size(), tensor.stride()

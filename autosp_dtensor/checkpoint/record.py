@@ -47,9 +47,6 @@ class Record:
     base: dict[int, int | None] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
 
-    def number(self, node: Node) -> int:
-        return self.nodes.index(node)
-
     def kept_bytes(self) -> dict[Node, int]:
         """Bytes that backward keeps of each operation's memory, if nothing is computed again."""
         once = {s.storage: s for s in self.saved if s.of is not None}

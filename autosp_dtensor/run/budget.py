@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Captured
-from ..checkpoint import DEVICES, Checkpoint, Device, Policy, policy_of, record, whole_bytes
+from ..checkpoint import DEVICES, Checkpoint, Device, Policy, Record, policy_of, record, whole_bytes
 from ..graph import result_nodes, short_name
 from ..lower import Call, Region
 
@@ -72,15 +72,16 @@ def _budget(root: Region, live: nn.Module | None, kind: str, given: int | None) 
             return None
         total = torch.cuda.get_device_properties().total_memory
         given = int(total * _SHARE) >> 30 << 30  # ranks must choose alike, and devices differ a bit
-    taken = _state_bytes(live) + _gathered_bytes(live) + _temporary_bytes(root)
-    return max(0, given - taken - _root_bytes(root))
+    regions = dict.fromkeys(region for _, region in root.walk())
+    found = {region: record(region) for region in regions}
+    taken = _state_bytes(live) + _gathered_bytes(live) + _temporary_bytes(root, found)
+    return max(0, given - taken - _root_bytes(found[root]))
 
 
-def _root_bytes(root: Region) -> int:
+def _root_bytes(found: Record) -> int:
     """What the root keeps: what its operations save, what regions get from each other, and its
     results, which the caller holds.
     """
-    found = record(root)
     number = {node: k for k, node in enumerate(found.nodes)}
     passed = {k for k, node in enumerate(found.nodes) if isinstance(node.target, Call)}
     given = {found.base.get(number[node]) for node in result_nodes(found.nodes[-1])}
@@ -123,14 +124,13 @@ def _gathered_bytes(live: nn.Module | None) -> int:
     return 2 * root + sum(rest[:2]) + sum(rest[:1])
 
 
-def _temporary_bytes(root: Region) -> int:
+def _temporary_bytes(root: Region, records: dict[Region, Record]) -> int:
     """What backward holds beside what is kept. Of a region: all that it saves, had again, and the
     gradients of its three largest values. Of the root: the gradient of its largest value (logits),
     and of what that was made of, unless the loss goes through it by tiles.
     """
     largest = 0
-    for region in dict.fromkeys(region for _, region in root.walk()):
-        found = record(region)
+    for region, found in records.items():
         made = sorted((found.sizes[k] for k, base in found.base.items() if base == k), reverse=True)
         if region is not root:
             largest = max(largest, sum(made[:3]) + whole_bytes(found))

@@ -26,7 +26,6 @@ __all__ = ["Expression", "NotStatic", "ReadState", "Rect", "Step"]
 
 ReadState = Callable[[Origin], torch.Tensor | None]
 _SMALL = 1 << 24
-_SAME_ELEMENTS = {"contiguous", "clone", "detach"}
 _EMBEDDING = (
     "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"
 )  # fmt: skip
@@ -226,7 +225,7 @@ class Expression:
         shapes = [facts(each).meta.shape for each in node.all_input_nodes]
         if not known.single or known.meta.shape != _broadcast(shapes):
             raise NotStatic(node.name)  # flatten, repeat: copies, as far as ATen tells
-        plain = name in RULES or name in _SAME_ELEMENTS or is_pointwise(known.aten)
+        plain = name in RULES or is_pointwise(known.aten)
         if not plain or known.random or isinstance(node.target, UnderAutocast):
             raise NotStatic(node.name)
         return Step("pointwise", node, frame, inputs)

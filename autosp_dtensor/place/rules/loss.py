@@ -1,6 +1,6 @@
 """Losses. Only sums are placed: a mean over tokens is a sum over the count of all ranks' tokens.
 
-`place/canonical.py` rewrites reduction="mean" into that form first; DTensor's own rule averages the
+`place/losses.py` rewrites reduction="mean" into that form first; DTensor's own rule averages the
 ranks' means, which is wrong where valid targets are spread unevenly and NaN where a rank has none
 (torch 2.13).
 """

@@ -66,7 +66,7 @@ def broadcast_factors(op: Op) -> Factors:
 
 
 def element_loss_factors(op: Op) -> Factors:
-    """Losses by element: local once `place/canonical.py` has made them reduction="none"."""
+    """Losses by element: local once `place/losses.py` has made them reduction="none"."""
     if op.outs[0].shape != torch.broadcast_shapes(*(meta.shape for meta in op.ins[:2])):
         blank = tuple((None,) * len(meta.shape) for meta in op.ins)
         return Factors(blank, ((None,) * len(op.outs[0].shape),), frozenset())
