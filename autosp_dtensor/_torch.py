@@ -23,10 +23,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import function as _function
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "LazyDTensor",
     "OpOverload",
     "TorchDispatchMode",
     "TorchFunctionMode",
@@ -45,6 +48,7 @@ __all__ = [
     "flatten_mesh",
     "fsdp_groups",
     "fsdp_hooks_alone",
+    "fsdp_owner",
     "fsdp_param_dtypes",
     "fsdp_policy",
     "function_apply",
@@ -157,6 +161,19 @@ def fsdp_policy(module: nn.Module) -> Any:
     return module._get_fsdp_state()._mp_policy if isinstance(module, FSDPModule) else None
 
 
+def fsdp_owner(model: nn.Module, owner: nn.Module, name: str) -> tuple[Any, nn.Parameter] | None:
+    """(the FSDP2 module that gathers a module's parameter, its sharded parameter), or None."""
+    for module in model.modules():
+        for group in fsdp_groups(module):
+            for managed in group.fsdp_params:
+                info = managed._module_info
+                places = [(info.module, info.param_name)]
+                places += zip(info.shared_modules, info.shared_param_names, strict=True)
+                if any(m is owner and n == name for m, n in places):
+                    return module, managed.sharded_param
+    return None
+
+
 def fsdp_param_dtypes(model: nn.Module) -> Iterator[tuple[int, str, torch.dtype]]:
     """(id of module, parameter name, dtype in forward) of every parameter that FSDP2 manages."""
     for module in model.modules():
@@ -267,3 +284,49 @@ def memory_tools() -> tuple[Any, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore, FSDPMemTracker
+
+
+class LazyDTensor(DTensor):
+    """A DTensor whose local part is made when something first asks for it.
+
+    It is an ordinary tensor to autograd; what lies below (dispatch, `to_local`) makes the part.
+    DTensor's own code reads `_local_tensor`, here a property, and hands subclasses to dispatch.
+    """
+
+    _made: torch.Tensor | None
+    _make: Callable[[], torch.Tensor]
+
+    @classmethod
+    def like(cls, shown: DTensor, make: Callable[[], torch.Tensor]) -> LazyDTensor:
+        """shown: a DTensor without data (expanded from one number) of the same shape."""
+        lazy = cls(shown._local_tensor, shown._spec, requires_grad=False)  # type: ignore[call-arg]
+        lazy._made, lazy._make = None, make
+        return lazy
+
+    @property
+    def _local_tensor(self) -> Any:
+        if self._made is None:
+            with torch.no_grad():
+                self._made = self._make()
+        return self._made
+
+    @_local_tensor.setter
+    def _local_tensor(self, value: torch.Tensor) -> None:  # pyright: ignore
+        """DTensor's constructor sets what stands in for the part."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def real(value: Any) -> Any:
+            if not isinstance(value, LazyDTensor):
+                return value
+            return DTensor.from_local(
+                value._local_tensor,
+                value.device_mesh,
+                value.placements,
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            )
+
+        args, kwargs = tree_map(real, (args, kwargs or {}))
+        return func(*args, **kwargs)

@@ -35,6 +35,7 @@ def parallelize(
     check_ranks: bool = True,
     checkpoint: str | Checkpoint = "auto",
     memory_budget: int | None = None,
+    tile: str | int = "auto",
 ) -> T:
     """Split the sequence over one mesh axis. Loss, outputs and gradients stay those of one device.
 
@@ -59,6 +60,11 @@ def parallelize(
             memory. Or a `Checkpoint`. Modules that the model checkpoints itself are left alone.
         memory_budget: bytes of one rank's device that "auto" may plan with; by default nine tenths
             of a GPU's memory; on a CPU, where none is given, nothing is computed again.
+        tile: operations that work on each token by itself run on some tokens at a time, so that
+            what is wide between them never exists for all: logits and their loss, MLPs. "auto":
+            where it is large (256 MiB on a rank) and takes no time: losses, and what runs again in
+            backward. An integer: everywhere, that many tokens at a time. "none": nowhere. Wide
+            results (logits) beside a loss are made when they are first read.
 
     Raises:
         MeshError: the mesh has no axis `sp_axis`, or the model is parallelized already, on another
@@ -69,7 +75,7 @@ def parallelize(
     Source: AutoSP (ICLR 2026); all-to-all attention after DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     sp = sp_mesh(mesh, sp_axis)
-    options = _options(seq_dim, check_ranks, checkpoint, memory_budget)
+    options = _options(seq_dim, check_ranks, checkpoint, memory_budget, tile)
     if not callable(model):
         raise UsageError(
             f"parallelize takes a module or a callable, got {type(model).__name__}.",
@@ -113,7 +119,9 @@ def parallelize(
     return cast(T, model)
 
 
-def _options(seq_dim: Any, check_ranks: Any, checkpoint: Any, memory_budget: Any) -> Options:
+def _options(
+    seq_dim: Any, check_ranks: Any, checkpoint: Any, memory_budget: Any, tile: Any
+) -> Options:
     """The options that were asked for, each checked."""
     if not isinstance(check_ranks, bool):
         raise UsageError(
@@ -155,7 +163,16 @@ def _options(seq_dim: Any, check_ranks: Any, checkpoint: Any, memory_budget: Any
             why="any other choice says by itself what is kept",
             fix="leave one of them out",
         )
-    return Options(seq_dim, check_ranks, checkpoint, memory_budget)
+    number = isinstance(tile, int) and not isinstance(tile, bool) and tile > 0
+    if not number and tile not in ("auto", "none"):
+        raise UsageError(
+            f'tile is "auto", "none" or a number of tokens, got {tile!r}.',
+            where=call_site(),
+            have=f"tile={tile!r}",
+            why="it says how many tokens of an MLP or a loss are computed at one time",
+            fix='leave it out for "auto", or pass for example tile=4096',
+        )
+    return Options(seq_dim, check_ranks, checkpoint, memory_budget, tile)
 
 
 def forward_of(model: Any) -> Forward | None:

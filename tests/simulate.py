@@ -12,6 +12,7 @@ parameter is n times the mean over ranks of what each would hold.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from autosp_dtensor.capture import Captured, capture, read_call
+from autosp_dtensor.checkpoint import Deferred, Tile, tile_free
 from autosp_dtensor.graph import Origin, facts
 from autosp_dtensor.lower import Call as RegionCall
 from autosp_dtensor.lower import Collective, Drawn, Region, bound, cut_regions, lower
@@ -35,6 +37,8 @@ from autosp_dtensor.tree import flatten
 from tests.pieces import cut, glue, positions
 
 Locals = list[Any]
+# Runs every comparison by tiles of so many tokens: AUTOSP_TEST_TILE=3 pytest tests/place
+TILE = int(os.environ["AUTOSP_TEST_TILE"]) if "AUTOSP_TEST_TILE" in os.environ else None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -118,6 +122,13 @@ def _call(node: Node, values: dict[Node, Locals], rank: int, draw: tuple[int, in
     )
     args, kwargs = bound(args, rank), bound(kwargs, rank)
     target: Any = node.target
+    if isinstance(target, Deferred):
+        (made,) = collective(
+            Collective("scale_grad", factor=target.factor), [[target.tile.bind(rank)(*args)]], 1
+        )
+        return made
+    if isinstance(target, Tile):
+        target = target.bind(rank)
     if isinstance(target, Drawn):
         seed, number = draw
         drawn = Seeded(target.target, number, rank if target.sharded else None)
@@ -214,9 +225,11 @@ def lowered(
     seq_dim: int = 1,
     *,
     sharded: dict[int, Shard] | None = None,
+    tile: int | None = None,
     **kwargs: Any,
 ) -> Lowered:
-    """sharded: inputs, by number, that come as DTensors, and how they are split."""
+    """sharded: inputs, by number, that come as DTensors, and how they are split. tile: tokens of
+    a tile; None: no tiles."""
     call = read_call(target, args, kwargs, _no_dtensor)
     for number, shard in (sharded or {}).items():
         call.placements[number] = shard
@@ -236,7 +249,10 @@ def lowered(
         Constants(live).read,
     )
     flat = lower(placed, n, captured.fake_mode)
-    return Lowered(captured, placed, flat, cut_regions(flat, regions), n, live)
+    root = cut_regions(flat, regions)
+    if tile is not None:
+        tile_free(root, len(captured.template.tensors), tile, grad=True)
+    return Lowered(captured, placed, flat, root, n, live)
 
 
 def _no_dtensor(tensor: Any) -> Placement:
@@ -252,6 +268,7 @@ def assert_program_equals_whole(
     gradients: bool = True,
     sharded: dict[int, Shard] | None = None,
     reference: Any = None,
+    tile: int | None = TILE,
     **kwargs: Any,
 ) -> Lowered:
     """The split program gives the results, states and gradients of one device, on every rank.
@@ -260,7 +277,7 @@ def assert_program_equals_whole(
     """
     if reference is None:
         reference = copy.deepcopy(target) if isinstance(target, nn.Module) else target
-    program = lowered(target, args, n, seq_dim, sharded=sharded, **kwargs)
+    program = lowered(target, args, n, seq_dim, sharded=sharded, tile=tile, **kwargs)
     given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
 
     # Each rank has its own copy, or part, of an input; parameters and constants are shared.

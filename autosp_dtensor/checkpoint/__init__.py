@@ -2,24 +2,33 @@
 
 from .choose import MODES, Checkpoint, Choice, Policy, needed, policy_of, whole_bytes
 from .cost import DEVICES, Device, flops_of, seconds_of
+from .defer import Deferred, Later
 from .frame import Frame, Recompute
 from .record import Record, record, run_fake
+from .tile import Tile
+from .tiling import tile_chains, tile_free, tile_run_again
 
 __all__ = [
     "DEVICES",
     "MODES",
     "Checkpoint",
     "Choice",
+    "Deferred",
     "Device",
     "Frame",
+    "Later",
     "Policy",
     "Recompute",
     "Record",
+    "Tile",
     "flops_of",
     "needed",
     "policy_of",
     "record",
     "run_fake",
     "seconds_of",
+    "tile_chains",
+    "tile_free",
+    "tile_run_again",
     "whole_bytes",
 ]

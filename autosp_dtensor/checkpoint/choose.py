@@ -19,6 +19,7 @@ from ..graph import short_name
 from ..lower import Call, Collective, Region
 from .cost import DEVICES, Device, is_attention, is_product, seconds_of
 from .record import Record, record
+from .tile import Tile
 
 __all__ = ["MODES", "Checkpoint", "Choice", "Policy", "needed", "policy_of"]
 
@@ -87,8 +88,12 @@ class Policy:
 
 
 def fixed(node: Node) -> bool:
-    """Never run again: the user's hooks; calls of other regions, which see to themselves."""
+    """Never run again: the user's hooks; calls of other regions, which see to themselves; losses by
+    tiles, whose gradients are there.
+    """
     target = node.target
+    if isinstance(target, Tile):
+        return target.sums_once
     return isinstance(target, Call) or (isinstance(target, Opaque) and isinstance(target.func, Tap))
 
 

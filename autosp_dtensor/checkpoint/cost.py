@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from ..graph import facts, short_name
 from ..lower import Collective, Drawn, local_meta
+from .tile import Tile
 
 __all__ = ["DEVICES", "Device", "bytes_of", "flops_of", "is_attention", "is_product", "seconds_of"]
 
@@ -77,6 +78,10 @@ def _inner(node: Node) -> Any:
 
 def flops_of(node: Node) -> float:
     """Multiplications and additions of one rank's forward."""
+    if isinstance(node.target, Tile):
+        return node.target.count * sum(
+            flops_of(each) for each in node.target.body.nodes if each.op == "call_function"
+        )
     shapes = [local_meta(facts(each), 0, 0) for each in node.all_input_nodes]
     known = facts(node)
     out = local_meta(known, 0, 0)
@@ -132,6 +137,9 @@ def bytes_of(node: Node) -> int:
 def seconds_of(node: Node, device: Device) -> float:
     """Time of one rank's forward."""
     target = node.target
+    if isinstance(target, Tile):
+        inside = [each for each in target.body.nodes if each.op == "call_function"]
+        return target.count * sum(seconds_of(each, device) for each in inside)
     if isinstance(target, Collective) and target.sends:
         return facts(node).bytes / device.link / device.reached
     arithmetic = flops_of(node) / device.flops

@@ -15,6 +15,7 @@ from ..graph import arg, facts
 from ..lower import Call, Collective, Drawn, Region, bound, local_meta
 from ..lower.layout import take_shard
 from ..placement import Shard
+from .defer import Deferred
 
 __all__ = ["Record", "Saved", "record", "run_fake"]
 
@@ -142,6 +143,10 @@ def run_fake(node: Node, values: dict[Node, Any]) -> Any:
         return empty()
     if is_opaque(node):
         return empty()
+    if isinstance(target, Deferred):  # holds what it is made of
+        return next(
+            values[n] for n in node.all_input_nodes if isinstance(facts(n).placement, Shard)
+        )
     if isinstance(target, Drawn):
         target = target.target
     target = getattr(target, "without_data", target)

@@ -11,7 +11,6 @@ from .attention.sharing import share_key_heads
 from .losses import split_mean
 from .masks import ReadState
 from .scatter import look_up_marked
-from .tiled_loss import tile_losses
 
 __all__ = ["canonicalize"]
 
@@ -33,6 +32,5 @@ def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) ->
             look_up_marked(graph, node)
         else:
             split_mean(graph, node)
-    tile_losses(graph, axis_size)
     graph.lint()
     return graph

@@ -13,8 +13,18 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Captured
-from ..checkpoint import DEVICES, Checkpoint, Device, Policy, Record, policy_of, record, whole_bytes
-from ..graph import result_nodes, short_name
+from ..checkpoint import (
+    DEVICES,
+    Checkpoint,
+    Device,
+    Policy,
+    Record,
+    Tile,
+    policy_of,
+    record,
+    whole_bytes,
+)
+from ..graph import result_nodes
 from ..lower import Call, Region
 
 __all__ = ["choose_policy", "device_of"]
@@ -134,7 +144,7 @@ def _temporary_bytes(root: Region, records: dict[Region, Record]) -> int:
         made = sorted((found.sizes[k] for k, base in found.base.items() if base == k), reverse=True)
         if region is not root:
             largest = max(largest, sum(made[:3]) + whole_bytes(found))
-        elif any(short_name(n.target) == "tiled_cross_entropy" for n in found.nodes):
+        elif any(isinstance(n.target, Tile) and n.target.sums_once for n in found.nodes):
             largest = max(largest, sum(made[:2]))
         else:
             largest = max(largest, 2 * sum(made[:1]))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Call, Captured, capture
-from ..checkpoint import Checkpoint, Device, Policy
+from ..checkpoint import Checkpoint, Device, Policy, tile_free, tile_run_again
 from ..errors import MeshError, PlacementError
 from ..lower import cut_regions, lower
 from ..place import place
@@ -37,6 +37,7 @@ class Options:
     check_ranks: bool = True
     checkpoint: str | Checkpoint = "auto"
     memory_budget: int | None = None
+    tile: str | int = "auto"
     device: Device | None = None  # that is planned for, if not this one
 
 
@@ -63,7 +64,10 @@ def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
     flat = lower(placed, mesh.size(), captured.fake_mode)
     root = cut_regions(flat, regions)
     grad = torch.is_grad_enabled()
+    tile_free(root, len(captured.template.tensors), options.tile, grad=grad)
     policy = choose_policy(root, captured, live, mesh, options) if grad else Policy()
+    if options.tile == "auto" and tile_run_again(policy):
+        policy = choose_policy(root, captured, live, mesh, options)
     program = Program(captured, placed, flat, root, mesh, live, constants, policy, grad=grad)
     program.bind()
     _log_summary(program, call, time.perf_counter() - started)

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from ..capture.tap import Tap
 from ..capture.targets import Opaque
+from ..checkpoint import Tile
 from ..graph import arg_nodes, facts, result_nodes
 from ..lower import Call, Collective, Drawn, Region, Step, bound, schedule
 from ..lower import collectives as wire
@@ -137,6 +138,9 @@ class _Writer:
         kwargs = [f"{k}={self._text(v, names)}" for k, v in bound(node.kwargs, rank).items()]
         if isinstance(target, Collective):
             return self._collective(target, args)
+        if isinstance(target, Tile):
+            call = self._constant(target.bind(rank), key=(target, rank))
+            return f"{call}({', '.join(args)})"
         if isinstance(target, Opaque) and isinstance(target.func, Tap):
             assert self.link.tap is not None
             shown = [facts(n) for n in arg_nodes(node)]

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from .._torch import fsdp_hooks_alone, fsdp_policy
 from ..capture import Captured
 from ..capture.tap import Tap
-from ..checkpoint import Choice, Frame, Policy, Recompute, needed
+from ..checkpoint import Choice, Frame, Later, Policy, Recompute, needed
 from ..errors import PlacementError, UsageError
-from ..graph import Meta, Origin, describe, facts
+from ..graph import Meta, Origin, describe, facts, result_nodes
 from ..lower import Call as RegionCall
 from ..lower import Collective, Drawn, Region
 from ..lower.collectives import scale_grad
@@ -32,6 +32,7 @@ from ..placement import Placement, Shard, chunk_sizes
 from .border import as_dtensor, to_local
 from .codegen import Link, compile_part, compile_region
 from .constants import Constants
+from .lazy import lazy_dtensor
 
 __all__ = ["Program"]
 
@@ -53,6 +54,7 @@ class Program:
     grad: bool = True
     _run: Callable[..., tuple[Any, ...]] | None = None
     _results: list[Any] = field(default_factory=list)
+    result_names: list[str] = field(default_factory=list)
 
     def bind(self) -> None:
         """Compile every region for this rank."""
@@ -64,6 +66,7 @@ class Program:
         output = next(n for n in self.placed.nodes if n.op == "output")
         known = facts(output)
         self._results = list(zip(known.outs, known.placements, strict=True))
+        self.result_names = [facts(node).source for node in result_nodes(output)]
 
     def nodes(self) -> Iterator[tuple[Node, int]]:
         """Every operation of the program, with how often it stands there."""
@@ -125,8 +128,13 @@ class Program:
         forget_bands()
         values = list(self._run(seed, *[to_local(t) for t in tensors]))
         for index, (meta, placement) in enumerate(self._results):
-            if isinstance(placement, Shard):
-                values[index] = as_dtensor(values[index], self.mesh, meta, placement)
+            value = values[index]
+            if isinstance(value, Later):
+                assert isinstance(placement, Shard)
+                where = self.result_names[index]
+                values[index] = lazy_dtensor(value, self.mesh, meta, placement, self.live, where)
+            elif isinstance(placement, Shard):
+                values[index] = as_dtensor(value, self.mesh, meta, placement)
         captured = self.captured
         count = len(captured.template.tensors)
         for origin, index in captured.writes:

@@ -20,6 +20,8 @@ MODES: dict[str, dict[str, Any]] = {
     "full": {"checkpoint": "full"},
     "sequence": {"checkpoint": "sequence"},
     "auto": {"checkpoint": "auto", "memory_budget": 150_000},
+    "tiles": {"checkpoint": "full", "tile": 3},
+    "tiles alone": {"tile": 2},
 }
 
 
@@ -51,7 +53,7 @@ def families(rank: Rank, family: str, options: dict[str, Any]) -> None:
         assert_same_as_one_device(rank, build, batches_of_llama()[0], rank.mesh(sp=2), **options)
 
 
-@pytest.mark.parametrize("mode", ["full", "sequence"])
+@pytest.mark.parametrize("mode", ["full", "sequence", "tiles", "tiles alone"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_transformers_equal_one_device(family: str, mode: str) -> None:
     run_on_ranks(families, family, MODES[mode], n=2)

@@ -40,6 +40,5 @@ def count_factors(op: Op) -> Factors:
 RULES: dict[str, Rule] = {
     "cross_entropy": FactorRule(class_loss_factors),
     "nll_loss": FactorRule(class_loss_factors),
-    "tiled_cross_entropy": FactorRule(class_loss_factors),
     "target_weight": FactorRule(count_factors),
 }

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autosp_dtensor.place.tiled_loss import tiled_cross_entropy
-
-from .case import Case, f, i, own, u
+from .case import Case, f, i, u
 
 
 def _tokens(call: Callable[..., Tensor], **options: Any) -> list[Case]:
@@ -42,10 +40,6 @@ LOSSES: dict[str, list[Case]] = {
         Case(_reduced("cross_entropy", reduction="sum"), (f(5), torch.tensor(2)), ".,"),
     ],
     "nll_loss": _tokens(lambda x: x.log_softmax(1), name="nll_loss"),
-    "tiled_cross_entropy": [
-        Case(own(tiled_cross_entropy, reduction="sum"), (f(8, 5), i(8)), "x.,x"),
-        Case(own(tiled_cross_entropy, reduction="sum"), (f(8, 5), i(8), u(5)), "x.,x,."),
-    ],
     "target_weight": [
         Case(
             lambda x, y: F.cross_entropy(x, y, ignore_index=1),

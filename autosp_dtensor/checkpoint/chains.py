@@ -1,0 +1,282 @@
+"""Token-wise operations that make wide values between narrow ones: an MLP, logits and their loss.
+
+An operation is token-wise where its placement says so: a rule that lets it run on a rank's tokens
+lets it run on some of those. Wide is what is wider than the values between modules. Nothing here
+knows what a module is called.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+from ..capture.tap import Tap
+from ..capture.targets import Opaque
+from ..graph import facts, short_name
+from ..lower import local_meta
+from ..place.attention.rule import AttentionRule
+from ..place.rule import Local, Option, Slot
+from ..placement import Partial, Replicate, Shard
+
+__all__ = [
+    "WIDER",
+    "Chain",
+    "find_chains",
+    "is_convex",
+    "is_part",
+    "is_token_wise",
+    "local_bytes",
+    "members_of",
+    "operands",
+    "producers",
+    "takes_as_made",
+    "unit_of",
+    "wide_of",
+]
+
+# Values as wide as those between modules differ in bytes by a norm's statistics at most.
+WIDER = 1.05
+# They read a wide value and make one inside, whatever they give back.
+_WIDE_INSIDE = {"cross_entropy", "log_softmax", "softmax", "logsumexp", "nll_loss"}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Operations that can run on some tokens at a time.
+
+    inputs: what they take; those that are sharded are taken by tokens, others whole. outputs: what
+    others take of them: values by tokens, or sums over tokens. bytes: of the wide values, on the
+    first rank. narrow: bytes of the outputs.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    bytes: int
+    narrow: int
+
+    @property
+    def reduces(self) -> bool:
+        """Whether nothing as long as the sequence and wide comes out, as of a loss."""
+        return self.narrow * 64 <= self.bytes
+
+
+def local_bytes(node: Node) -> int:
+    """Bytes of a node's results on the first rank."""
+    known = facts(node)
+    return sum(
+        math.prod(local_meta(known, i, 0)) * meta.dtype.itemsize
+        for i, meta in enumerate(known.outs)
+    )
+
+
+def is_token_wise(node: Node) -> tuple[int, ...] | None:
+    """The tokens of each rank that an operation works on, each by itself; None: it does not."""
+    known = facts(node)
+    if is_part(node):
+        return is_token_wise(node.all_input_nodes[0])
+    if node.op != "call_function" or known.option is None or known.random:
+        return None
+    if isinstance(node.target, Opaque) and isinstance(node.target.func, Tap):
+        return None
+    option = known.option[1]
+    if type(option) is not Option or known.rule is None or isinstance(known.rule, AttentionRule):
+        return None  # attention costs too much to run twice
+    cut = [p for p in (*option.ins, *option.outs) if type(p) is Shard]
+    plain = all(type(p) in (Shard, Replicate) for p in option.ins)
+    gives = all(type(p) in (Shard, Partial) for p in option.outs)
+    sizes = {p.sizes for p in cut}
+    if not plain or not gives or len(sizes) != 1:
+        return None
+    if not any(type(p) is Shard for p in option.ins):
+        return None
+    return next(iter(sizes))
+
+
+def is_part(node: Node) -> bool:
+    """Whether a node takes one result of an operation that has several (chunk)."""
+    if node.target is not operator.getitem or facts(node).option is not None:
+        return False
+    (made,) = node.all_input_nodes
+    return made.op == "call_function" and facts(made).option is not None
+
+
+def find_chains(graph: Graph, least: int, base: Callable[[Node], Node | None]) -> Iterator[Chain]:
+    """Chains whose wide values take `least` bytes or more, those of one graph apart.
+
+    base: the operation that made the memory of a node's result.
+    """
+    for sizes in dict.fromkeys(s for s in map(is_token_wise, graph.nodes) if s is not None):
+        members = members_of(graph, sizes)
+        unit = unit_of(graph, members, sizes)
+        if not unit:
+            continue
+        for group in _connected(wide_of(members, unit, least)):
+            chain = _chain(group, members, unit, base)
+            if chain is not None and chain.bytes >= max(least, 1):
+                yield chain
+
+
+def members_of(graph: Graph, sizes: tuple[int, ...]) -> set[Node]:
+    """The operations that work on these tokens, each by itself."""
+    return {node for node in graph.nodes if is_token_wise(node) == sizes}
+
+
+def wide_of(members: set[Node], unit: float, least: int) -> set[Node]:
+    """Those that make something wider than the values between modules, or do so inside."""
+    return {node for node in members if _is_wide(node, unit, least)}
+
+
+def _is_wide(node: Node, unit: float, least: int) -> bool:
+    if local_bytes(node) > unit * WIDER:
+        return True
+    if short_name(node.target) not in _WIDE_INSIDE:
+        return False
+    return max(map(local_bytes, node.all_input_nodes), default=0) >= max(least, unit)
+
+
+def unit_of(graph: Graph, members: set[Node], sizes: tuple[int, ...]) -> int:
+    """Bytes of the values between modules: the largest that no token-wise operation made of others.
+
+    Those are a region's inputs, other regions' results, looked-up vectors, and what exchanges give.
+    """
+    largest = 0
+    for node in graph.nodes:
+        known = facts(node)
+        if node.op == "output" or not known.single or not known.placements:
+            continue
+        if node.users and all(user.op == "output" for user in node.users):
+            continue  # a result, however wide
+        placed = known.placement
+        if type(placed) is not Shard or placed.sizes != sizes:
+            continue
+        if not known.meta.dtype.is_floating_point:
+            continue
+        taken = node.all_input_nodes
+        made = node in members and any(_is_float_part(u) or u in members for u in taken)
+        if not made:
+            largest = max(largest, local_bytes(node))
+    return largest
+
+
+def _is_float_part(node: Node) -> bool:
+    known = facts(node)
+    return isinstance(known.placement, Shard) and known.meta.dtype.is_floating_point
+
+
+def _connected(nodes: set[Node]) -> Iterator[set[Node]]:
+    """Groups of nodes that take each other's results."""
+    left = set(nodes)
+    for first in sorted(nodes):
+        if first not in left:
+            continue
+        group, todo = set(), [first]
+        while todo:
+            node = todo.pop()
+            if node not in left:
+                continue
+            left.discard(node)
+            group.add(node)
+            todo.extend(n for n in (*node.all_input_nodes, *node.users) if n in left)
+        yield group
+
+
+def _chain(
+    group: set[Node], members: set[Node], unit: float, base: Callable[[Node], Node | None]
+) -> Chain | None:
+    """The chain around wide values; None where a wide value is taken by anything else."""
+    nodes = set(group)
+    for node in group:
+        if local_bytes(node) > unit * WIDER:
+            if any(user not in members for user in node.users):
+                return None
+            nodes.update(node.users)
+    between = _between(nodes)
+    if not between <= members:
+        return None
+    nodes |= between
+    if not all(takes_as_made(node, nodes) for node in nodes):
+        return None
+    order = tuple(sorted(nodes))
+    inputs = dict.fromkeys(u for n in order for u in n.all_input_nodes if u not in nodes)
+    outputs = tuple(n for n in order if any(user not in nodes for user in n.users))
+    made = {base(n) for n in nodes if local_bytes(n) > unit * WIDER} & nodes
+    inside = sum(map(local_bytes, (n for n in made if n is not None)))
+    inside += sum(
+        max(map(local_bytes, n.all_input_nodes))
+        for n in nodes
+        if short_name(n.target) in _WIDE_INSIDE
+    )
+    narrow = sum(map(local_bytes, outputs))
+    if not outputs or narrow * 2 > inside or not all(facts(n).single for n in outputs):
+        return None
+    return Chain(order, tuple(inputs), outputs, inside, narrow)
+
+
+def operands(node: Node) -> list[Node | None]:
+    """The tensors of a lowered call by their number in its operation; None: it is taken no more."""
+    if is_part(node):
+        return [*node.all_input_nodes]
+    op, option = facts(node).option
+    local: Local = facts(node).rule.localize(op, option)
+    slots: list[Any] = []
+    values: list[Any] = []
+    map_aggregate((local.args, dict(local.kwargs)), slots.append)
+    map_aggregate((node.args, node.kwargs), values.append)
+    found = {s.index: v for s, v in zip(slots, values, strict=True) if isinstance(s, Slot)}
+    return [found.get(k) for k in range(len(option.ins))]
+
+
+def takes_as_made(node: Node, nodes: set[Node]) -> bool:
+    """Whether a node takes others of a chain by tokens, as they are made. (On one rank, a value
+    that is split is whole, too.)
+    """
+    if is_part(node):
+        return node.all_input_nodes[0] in nodes
+    ins = facts(node).option[1].ins
+    return all(
+        facts(each).placement == placed
+        for each, placed in zip(operands(node), ins, strict=True)
+        if each is not None and each in nodes
+    )
+
+
+def is_convex(chain: Chain) -> bool:
+    """Whether nothing outside stands between its operations, as others may have put it there."""
+    return not _between(set(chain.nodes))
+
+
+def _between(nodes: set[Node]) -> set[Node]:
+    """What is not among the nodes, but takes from them and is taken by them."""
+    after = _reached(nodes, lambda n: n.users)
+    before = _reached(nodes, lambda n: n.all_input_nodes)
+    return (after & before) - nodes
+
+
+def producers(nodes: Iterable[Node], within: set[Node]) -> set[Node]:
+    """The nodes and all within a set that they are made of."""
+    found: set[Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(n for n in node.all_input_nodes if n in within)
+    return found
+
+
+def _reached(nodes: set[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    found: set[Node] = set()
+    todo = [n for node in nodes for n in step(node)]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(step(node))
+    return found

@@ -1,0 +1,132 @@
+"""Wide results are made when the user looks at them: logits, beside a loss that does without.
+
+The program gives what they are made of instead. A loss function traced later takes that, so that
+its logits, too, exist for one tile alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..graph import Origin, facts, result_nodes
+from ..lower import Collective, Region
+from .chains import (
+    WIDER,
+    is_token_wise,
+    local_bytes,
+    members_of,
+    producers,
+    takes_as_made,
+    unit_of,
+    wide_of,
+)
+from .tile import LEAST_BYTES, Tile, make_tile, tile_count
+
+__all__ = ["Deferred", "Later", "defer_results"]
+
+
+@dataclass(eq=False)
+class Later:
+    """A result that is not made yet: what makes it, and from which local values."""
+
+    deferred: Deferred
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(eq=False)
+class Deferred:
+    """Makes a result's `Later` of what it is made of, as a node's target.
+
+    factor: what its incoming gradient is multiplied by. origins: of the inputs; parameters are gone
+    when FSDP2 reshards them, and others once the optimizer has run.
+    """
+
+    tile: Tile
+    factor: float
+    origins: tuple[Origin | None, ...]
+    __name__: str = "on_demand"
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        return Later(self, tensors)
+
+
+def defer_results(root: Region, results: int, height: int | None, *, grad: bool) -> int:
+    """Defer the wide ones of a program's first `results` results.
+
+    Without a gradient only those that a loss is made of: the others are what is asked for.
+
+    Returns:
+        how many there are.
+    """
+    graph = root.graph
+    output = next(n for n in graph.nodes if n.op == "output")
+    made = 0
+    for result in dict.fromkeys(result_nodes(output)[:results]):
+        factor, source = _source(result)
+        nodes = _wide_producers(graph, source, LEAST_BYTES if height is None else 1)
+        if not nodes or (not grad and not _is_used(source, result, output)):
+            continue
+        count = tile_count(nodes, height)
+        tile, inputs = make_tile(nodes, (source,), count)
+        with graph.inserting_before(output):
+            later = graph.call_function(
+                Deferred(tile, factor, tuple(facts(n).origin for n in inputs)), inputs
+            )
+        changes = {"rule": None, "option": None, "bytes": 0, "aten": ()}
+        known = facts(source).having(**changes)
+        later.meta["autosp"] = known
+        result.replace_all_uses_with(later, delete_user_cb=lambda user: user is output)
+        for node in dict.fromkeys((result, *reversed(nodes))):
+            if not node.users and node.op == "call_function" and node is not later:
+                graph.erase_node(node)
+        made += 1
+    return made
+
+
+def _source(result: Node) -> tuple[float, Node]:
+    target = result.target
+    if isinstance(target, Collective) and target.kind == "scale_grad":
+        return target.factor, result.all_input_nodes[0]
+    return 1.0, result
+
+
+def _is_used(source: Node, result: Node, output: Node) -> bool:
+    return any(user not in (result, output) for user in source.users)
+
+
+def _wide_producers(graph: Graph, source: Node, least: int) -> tuple[Node, ...]:
+    """The token-wise operations that make a wide value of narrow ones, in order; () if none do."""
+    sizes = is_token_wise(source)
+    if sizes is None or local_bytes(source) < least:
+        return ()
+    members = members_of(graph, sizes)
+    unit = unit_of(graph, members, sizes)
+    wide = wide_of(members, unit, least)
+    if not unit or source not in wide or local_bytes(source) <= unit * WIDER:
+        return ()
+    nodes = producers([source], wide)
+    for node in nodes:
+        outside = [u for u in node.users if u not in members and not _gives(u)]
+        if outside:  # it has to be made anyway
+            return ()
+    if not all(takes_as_made(node, nodes) for node in nodes):
+        return ()
+    taken = {u for n in nodes for u in n.all_input_nodes} - nodes
+    if any(_is_cut(u) and local_bytes(u) > unit * WIDER for u in taken):
+        return ()
+    order = {node: k for k, node in enumerate(graph.nodes)}
+    return tuple(sorted(nodes, key=lambda n: order[n]))
+
+
+def _gives(node: Node) -> bool:
+    scales = isinstance(node.target, Collective) and node.target.kind == "scale_grad"
+    return node.op == "output" or (scales and all(u.op == "output" for u in node.users))
+
+
+def _is_cut(node: Node) -> bool:
+    placements = facts(node).placements
+    return bool(placements) and hasattr(placements[0], "sizes")

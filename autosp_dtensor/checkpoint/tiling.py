@@ -1,0 +1,140 @@
+"""Chains of token-wise operations become tiles in a region's graph."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Callable
+
+from torch.fx import Graph, Node
+
+from .._torch import FakeTensorMode
+from ..graph import facts, set_facts
+from ..lower import Call, Region, verify_lowered
+from .chains import Chain, find_chains, is_convex
+from .choose import Policy
+from .defer import defer_results
+from .record import record
+from .tile import LEAST_BYTES, make_tile, tile_count
+
+__all__ = ["tile_chains", "tile_free", "tile_run_again"]
+
+
+def tile_free(root: Region, results: int, tile: str | int, *, grad: bool) -> None:
+    """Tiles that take no time: losses, and all large chains where there is no backward. An integer
+    asks for all chains, in tiles of that many tokens. Wide results are deferred.
+
+    Args:
+        root: the whole program. results: how many of its results the user is given.
+        tile: "auto", "none" or tokens of a tile.
+    """
+    if tile == "none":
+        return
+    height = tile if isinstance(tile, int) else None
+    defer_results(root, results, height, grad=grad)
+    for region in dict.fromkeys(region for _, region in root.walk()):
+        tile_chains(region, height, lambda c: c.reduces or not grad or height is not None)
+
+
+def tile_run_again(policy: Policy) -> int:
+    """Tiles for large chains that a policy runs again whole: one tile at a time takes no longer.
+
+    Returns:
+        how many there are; the policy was for the graphs without them.
+    """
+    made = 0
+    for region in policy.choices:
+        choice = policy.of(region)
+        if choice is None or choice.keep is None:
+            continue
+        nodes = list(region.graph.nodes)
+        kept = {nodes[k] for k in choice.keep}
+        made += tile_chains(region, None, lambda c, kept=kept: not kept & {*c.nodes})
+    return made
+
+
+def tile_chains(region: Region, height: int | None, wanted: Callable[[Chain], bool]) -> int:
+    """Put tiles in the place of a region's chains that are wanted.
+
+    Args:
+        height: tokens of a tile; None: as many as keep matrix products and fp32 sums of weights'
+            gradients efficient, for chains that are large.
+
+    Returns:
+        how many there are.
+    """
+    found = record(region)
+    base = {found.nodes[k]: found.nodes[b] for k, b in found.base.items() if b is not None}
+    least = LEAST_BYTES if height is None else 1
+    total = 0
+    while True:
+        made = 0
+        gone: set[Node] = set()
+        for chain in list(find_chains(region.graph, least, lambda n: base.get(n, n))):
+            if gone & {*chain.nodes, *chain.inputs} or not wanted(chain) or not is_convex(chain):
+                continue
+            count = tile_count((*chain.nodes, *chain.inputs), height)
+            if count > 1 or height is not None:
+                contract(region.graph, chain, count)
+                gone |= {*chain.nodes}
+                made += 1
+        total += made
+        if not made:
+            break
+        sort_graph(region.graph)
+        region.calls[:] = [n.target for n in region.graph.nodes if isinstance(n.target, Call)]
+    return total
+
+
+def contract(graph: Graph, chain: Chain, count: int) -> Node:
+    """Put a tile in the place of a chain."""
+    tile, inputs = make_tile(chain.nodes, chain.outputs, count)
+    verify_lowered(tile.body, tile.axis_size * count, FakeTensorMode())
+    last = chain.nodes[-1]
+    metas = [facts(node) for node in chain.outputs]
+    with graph.inserting_after(last):
+        made = graph.call_function(tile, inputs)
+    widest = max(chain.nodes, key=lambda n: facts(n).meta.nbytes)
+    set_facts(
+        made,
+        facts(widest).having(
+            outs=tuple(f.meta for f in metas),
+            placements=tuple(f.placement for f in metas),
+            homes=tuple(f.home for f in metas),
+            single=len(metas) == 1,
+            rule=None,
+            option=None,
+            bytes=0,
+            aten=(),
+        ),
+    )
+    after = made
+    for index, node in enumerate(chain.outputs):
+        given = made
+        if len(metas) > 1:
+            with graph.inserting_after(after):
+                given = after = graph.call_function(operator.getitem, (made, index))
+            set_facts(given, facts(node).having(rule=None, option=None, bytes=0))
+        node.replace_all_uses_with(given, delete_user_cb=lambda user: user not in chain.nodes)
+    for node in reversed(chain.nodes):
+        graph.erase_node(node)
+    return made
+
+
+def sort_graph(graph: Graph) -> None:
+    """Nodes after what they take; otherwise in the order that they have."""
+    nodes = list(graph.nodes)
+    number = {node: k for k, node in enumerate(nodes)}
+    missing = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [number[node] for node in nodes if not missing[node]]
+    heapq.heapify(ready)
+    end = nodes[-1]
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        if node is not end:
+            end.prepend(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, number[user])
+    graph.lint()
