@@ -3,6 +3,8 @@
 from .choose import MODES, Checkpoint, Choice, Policy, needed, policy_of, whole_bytes
 from .cost import DEVICES, Device, flops_of, seconds_of
 from .frame import Frame, Recompute
+from .host import Host
+from .offload import moving_inputs, offloading
 from .record import Record, record, run_fake
 
 __all__ = [
@@ -12,11 +14,14 @@ __all__ = [
     "Choice",
     "Device",
     "Frame",
+    "Host",
     "Policy",
     "Recompute",
     "Record",
     "flops_of",
+    "moving_inputs",
     "needed",
+    "offloading",
     "policy_of",
     "record",
     "run_fake",

@@ -13,8 +13,19 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Captured
-from ..checkpoint import DEVICES, Checkpoint, Device, Policy, Record, policy_of, record, whole_bytes
-from ..graph import result_nodes, short_name
+from ..checkpoint import (
+    DEVICES,
+    Checkpoint,
+    Device,
+    Policy,
+    Record,
+    moving_inputs,
+    offloading,
+    policy_of,
+    record,
+    whole_bytes,
+)
+from ..graph import arg_nodes, result_nodes, short_name
 from ..lower import Call, Region
 
 __all__ = ["choose_policy", "device_of"]
@@ -29,6 +40,10 @@ class _Options(Protocol):
     def memory_budget(self) -> int | None: ...
     @property
     def device(self) -> Device | None: ...
+    @property
+    def offload(self) -> str | int: ...
+    @property
+    def host(self) -> int: ...
 
 
 def choose_policy(
@@ -45,9 +60,15 @@ def choose_policy(
     regions = {region: count for region, count in counts.items() if region not in own}
     device = options.device or device_of(mesh.device_type)
     budget = None
-    if options.checkpoint == "auto":
+    if options.checkpoint == "auto" or options.host:
         budget = _budget(root, live, mesh.device_type, options.memory_budget)
-    return policy_of(regions, options.checkpoint, device, budget)
+    if not options.host or (budget is None and options.offload == "auto"):
+        return policy_of(regions, options.checkpoint, device, budget)
+    found = record(root)
+    inputs = {r: each for r, each in moving_inputs(root, found).items() if r in regions}
+    if budget is not None:
+        budget += _passed_bytes(found, inputs)
+    return offloading(regions, options.checkpoint, device, budget, options.host, inputs)
 
 
 def device_of(kind: str) -> Device:
@@ -76,6 +97,21 @@ def _budget(root: Region, live: nn.Module | None, kind: str, given: int | None) 
     found = {region: record(region) for region in regions}
     taken = _state_bytes(live) + _gathered_bytes(live) + _temporary_bytes(root, found)
     return max(0, given - taken - _root_bytes(found[root]))
+
+
+def _passed_bytes(found: Record, inputs: dict[Region, dict[int, int]]) -> int:
+    """What regions get from each other, of that which may move: the root's bytes count it."""
+    base = {node: found.base.get(k) for k, node in enumerate(found.nodes)}
+    total = 0
+    for node in found.nodes:
+        if isinstance(node.target, Call) and node.target.region in inputs:
+            region = node.target.region
+            places = [k for k, n in enumerate(region.graph.nodes) if n.op == "placeholder"]
+            for k, given in zip(places[len(region.states) :], arg_nodes(node), strict=True):
+                maker = base[given]
+                if maker is not None and isinstance(found.nodes[maker].target, Call):
+                    total += inputs[region].get(k, 0)
+    return total
 
 
 def _root_bytes(found: Record) -> int:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Call, Captured, capture
-from ..checkpoint import Checkpoint, Device, Policy
+from ..checkpoint import Checkpoint, Device, Host, Policy
 from ..errors import MeshError, PlacementError
 from ..lower import cut_regions, lower
 from ..place import place
@@ -38,9 +38,13 @@ class Options:
     checkpoint: str | Checkpoint = "auto"
     memory_budget: int | None = None
     device: Device | None = None  # that is planned for, if not this one
+    offload: str | int = "none"
+    host: int = 0  # bytes of host memory for it, the same on all ranks
 
 
-def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
+def build(
+    call: Call, mesh: DeviceMesh, options: Options, host: Host | None = None
+) -> Program:
     """capture -> place -> lower -> regions -> run."""
     started = time.perf_counter()
     live = call.target if isinstance(call.target, nn.Module) else None
@@ -65,6 +69,7 @@ def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
     grad = torch.is_grad_enabled()
     policy = choose_policy(root, captured, live, mesh, options) if grad else Policy()
     program = Program(captured, placed, flat, root, mesh, live, constants, policy, grad=grad)
+    program.host = host if policy.moves else None
     program.bind()
     _log_summary(program, call, time.perf_counter() - started)
     return program
