@@ -20,7 +20,21 @@ from ..lower import Call, Collective, Region
 from .cost import DEVICES, Device, is_attention, is_product, seconds_of
 from .record import Record, record
 
-__all__ = ["MODES", "Checkpoint", "Choice", "Policy", "asked", "choice_of", "kept_bytes", "name_of", "needed", "policy_of", "steps", "whole_bytes", "within"]
+__all__ = [
+    "MODES",
+    "Checkpoint",
+    "Choice",
+    "Policy",
+    "asked",
+    "choice_of",
+    "kept_bytes",
+    "name_of",
+    "needed",
+    "policy_of",
+    "steps",
+    "whole_bytes",
+    "within",
+]
 
 _GROUPS = {
     "attention": is_attention,
@@ -169,7 +183,9 @@ def policy_of(
     if mode == "auto":
         assert budget is not None
         return Policy("auto", within(found, regions, device, budget), device)
-    return Policy(name_of(mode), {r: asked(each, mode, device) for r, each in found.items()}, device)
+    return Policy(
+        name_of(mode), {r: asked(each, mode, device) for r, each in found.items()}, device
+    )
 
 
 def name_of(mode: str | Checkpoint) -> str:

@@ -38,7 +38,8 @@ class Device:
 
 
 # NVIDIA's data sheets: A100 SXM (2021), H100 SXM (2023), H200 SXM (2024), B200 (2025). Links are
-# NVLink's one direction; to the host, PCIe's, generation 4 x16 (A100) or 5 x16. "cpu" is a core of this kind of machine, to compare plans by, not to time.
+# NVLink's one direction; to the host, PCIe's: 16 lanes of generation 4 (A100) or 5. "cpu" is a core
+# of this kind of machine, to compare plans by, not to time.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (

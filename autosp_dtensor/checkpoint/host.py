@@ -159,9 +159,7 @@ class Host:
 class Moved:
     """Memory of one tensor: on the device still, on the host, or on the device again."""
 
-    def __init__(
-        self, host: Host, transport: Transport, tensor: torch.Tensor, buffer: Any
-    ) -> None:
+    def __init__(self, host: Host, transport: Transport, tensor: torch.Tensor, buffer: Any) -> None:
         self.host, self.transport, self.buffer = host, transport, buffer
         storage = tensor.untyped_storage()
         self.key = _key(tensor)

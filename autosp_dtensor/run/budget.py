@@ -59,15 +59,14 @@ def choose_policy(
     counts = Counter(region for _, region in root.walk() if region is not root)
     regions = {region: count for region, count in counts.items() if region not in own}
     device = options.device or device_of(mesh.device_type)
+    inputs: dict[Region, dict[int, int]] = {}
+    if options.host:
+        inputs = {r: each for r, each in moving_inputs(root, record(root)).items() if r in regions}
     budget = None
     if options.checkpoint == "auto" or options.host:
-        budget = _budget(root, live, mesh.device_type, options.memory_budget)
+        budget = _budget(root, live, mesh.device_type, options.memory_budget, inputs)
     if not options.host or (budget is None and options.offload == "auto"):
         return policy_of(regions, options.checkpoint, device, budget)
-    found = record(root)
-    inputs = {r: each for r, each in moving_inputs(root, found).items() if r in regions}
-    if budget is not None:
-        budget += _passed_bytes(found, inputs)
     return offloading(regions, options.checkpoint, device, budget, options.host, inputs)
 
 
@@ -82,9 +81,15 @@ def device_of(kind: str) -> Device:
     return DEVICES["a100-80gb"]
 
 
-def _budget(root: Region, live: nn.Module | None, kind: str, given: int | None) -> int | None:
+def _budget(
+    root: Region,
+    live: nn.Module | None,
+    kind: str,
+    given: int | None,
+    inputs: dict[Region, dict[int, int]],
+) -> int | None:
     """Bytes that regions may keep: the device's, less state, gathered parameters, temporaries and
-    what the root keeps.
+    what the root keeps. What `inputs` of regions take is theirs.
 
     None where nothing is known of the device's memory (a CPU).
     """
@@ -96,7 +101,8 @@ def _budget(root: Region, live: nn.Module | None, kind: str, given: int | None) 
     regions = dict.fromkeys(region for _, region in root.walk())
     found = {region: record(region) for region in regions}
     taken = _state_bytes(live) + _gathered_bytes(live) + _temporary_bytes(root, found)
-    return max(0, given - taken - _root_bytes(found[root]))
+    passed = _passed_bytes(found[root], inputs)
+    return max(0, given - taken - _root_bytes(found[root]) + passed)
 
 
 def _passed_bytes(found: Record, inputs: dict[Region, dict[int, int]]) -> int:

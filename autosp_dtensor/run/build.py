@@ -42,9 +42,7 @@ class Options:
     host: int = 0  # bytes of host memory for it, the same on all ranks
 
 
-def build(
-    call: Call, mesh: DeviceMesh, options: Options, host: Host | None = None
-) -> Program:
+def build(call: Call, mesh: DeviceMesh, options: Options, host: Host | None = None) -> Program:
     """capture -> place -> lower -> regions -> run."""
     started = time.perf_counter()
     live = call.target if isinstance(call.target, nn.Module) else None
