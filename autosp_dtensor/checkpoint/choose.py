@@ -33,7 +33,6 @@ __all__ = [
     "policy_of",
     "steps",
     "whole_bytes",
-    "within",
 ]
 
 _GROUPS = {
@@ -182,7 +181,7 @@ def policy_of(
     found = {region: record(region) for region in regions}
     if mode == "auto":
         assert budget is not None
-        return Policy("auto", within(found, regions, device, budget), device)
+        return Policy("auto", _within(found, regions, device, budget), device)
     return Policy(
         name_of(mode), {r: asked(each, mode, device) for r, each in found.items()}, device
     )
@@ -203,7 +202,7 @@ def asked(found: Record, mode: str | Checkpoint, device: Device) -> Choice:
     return choice_of(found, keep, device)
 
 
-def within(
+def _within(
     found: dict[Region, Record], counts: dict[Region, int], device: Device, budget: int
 ) -> dict[Region, Choice]:
     """From nothing kept, keep what saves most seconds per byte as long as it fits."""

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from ..graph import arg_nodes, facts, result_nodes
 from ..lower import Call, Region, local_meta
-from .choose import Checkpoint, Choice, Policy, asked, kept_bytes, name_of, steps, within
+from .choose import Checkpoint, Choice, Policy, asked, kept_bytes, name_of, steps
 from .cost import Device, seconds_of
 from .record import Record, record
 
@@ -26,9 +26,10 @@ _IN_FLIGHT = 2  # regions whose moved values are on the device at one time: in u
 
 
 def moving_inputs(root: Region, found: Record) -> dict[Region, dict[int, int]]:
-    """For each region called from the root, the inputs whose memory nobody else holds: their places
-    in its graph, and bytes. What several regions get (rotary tables) and what the root itself saves
-    or gives back stays on the device anyway.
+    """For each region called from the root, the inputs whose memory nobody else holds, in some of
+    its calls at least: their places in its graph, and bytes, as the mean of all its calls. What
+    several regions get (rotary tables) and what the root itself saves or gives back stays on the
+    device anyway.
 
     Args:
         found: the root's record.
@@ -39,21 +40,22 @@ def moving_inputs(root: Region, found: Record) -> dict[Region, dict[int, int]]:
     takers = Counter(each for call in calls for each in set(arg_nodes(call)))
     held = {number[node] for node in found.kept_bytes()}
     held |= {k for node in result_nodes(found.nodes[-1]) if (k := base[node]) is not None}
-    moving: dict[Region, dict[int, int]] = {}
+    total: dict[Region, Counter[int]] = {}
+    times = Counter(node.target.region for node in calls if isinstance(node.target, Call))
     for node in calls:
         assert isinstance(node.target, Call)
         region = node.target.region
         inputs = [(k, n) for k, n in enumerate(region.graph.nodes) if n.op == "placeholder"]
-        free = {
-            k: _bytes(placeholder)
-            for (k, placeholder), given in zip(
-                inputs[len(region.states) :], arg_nodes(node), strict=True
-            )
-            if takers[given] == 1 and base[given] is not None and base[given] not in held
-        }
-        own = moving.setdefault(region, free)
-        moving[region] = {k: size for k, size in own.items() if k in free}
-    return moving
+        sizes = total.setdefault(region, Counter())
+        for (k, placeholder), given in zip(
+            inputs[len(region.states) :], arg_nodes(node), strict=True
+        ):
+            if takers[given] == 1 and base[given] is not None and base[given] not in held:
+                sizes[k] += _bytes(placeholder)
+    return {
+        region: {k: size // times[region] for k, size in sizes.items()}
+        for region, sizes in total.items()
+    }
 
 
 def _bytes(node: Node) -> int:
@@ -78,21 +80,25 @@ def offloading(
         inputs: of each region, those that may move; from `moving_inputs`.
     """
     found = {region: record(region) for region in regions}
-    plan = _Plan(found, regions, device, host, {r: inputs.get(r, {}) for r in regions})
-    if mode == "auto" and budget is not None:
-        plan.choices = within(found, regions, device, budget - plan.given())
-        if not plan.choices:  # all of it fits
-            return Policy("auto", device=device)
-    else:
-        plan.choices = {region: asked(each, mode, device) for region, each in found.items()}
-        if budget is not None and mode == "none" and plan.on_device() <= budget:
-            return Policy("none", device=device)
-    moved = plan.shed(budget)
-    if mode == "auto" and budget is not None:
-        if moved:
-            plan.keep_more(budget)
-        plan.spread(budget)
-    return Policy(name_of(mode), plan.choices, device)
+
+    def started(mode: str | Checkpoint) -> _Plan:
+        choices = {region: asked(each, mode, device) for region, each in found.items()}
+        return _Plan(found, regions, device, host, inputs, choices)
+
+    plan = started(mode)
+    if budget is not None and mode in ("none", "auto") and plan.on_device() <= budget:
+        return Policy(name_of(mode), device=device)
+    if mode != "auto" or budget is None:
+        plan.shed(budget)
+        return Policy(name_of(mode), plan.choices, device)
+    plans = []
+    for order in ((False, True), (True, False)):  # what is kept first takes the other's room
+        plan = started("full")
+        plan.shed(budget)
+        for to_host in order:
+            plan.grow(budget, to_host)
+        plans.append(plan)
+    return Policy("auto", min(plans, key=_Plan.seconds).choices, device)
 
 
 class _Plan:
@@ -105,10 +111,11 @@ class _Plan:
         device: Device,
         host: int,
         inputs: dict[Region, dict[int, int]],
+        choices: dict[Region, Choice],
     ) -> None:
         self.found, self.counts, self.device, self.host = found, counts, device, host
-        self.inputs = inputs
-        self.choices: dict[Region, Choice] = {}
+        self.inputs = {region: inputs.get(region, {}) for region in found}
+        self.choices = choices
         self._forward = {
             region: sum(
                 seconds_of(node, device)
@@ -140,13 +147,8 @@ class _Plan:
         taken = sum(size for k, size in self.inputs[region].items() if k in moves)
         return replace(choice, moves=moves, moved=inside + taken, inside=inside)
 
-    def shed(self, budget: int | None) -> bool:
-        """Move values until the rest fits: inputs first, then what is kept, large ones first.
-
-        Returns:
-            whether anything moved.
-        """
-        moved = False
+    def shed(self, budget: int | None) -> None:
+        """Move values until the rest fits: inputs first, then what is kept, large ones first."""
         for region, at in self._candidates():
             if budget is not None and self.on_device() <= budget:
                 break
@@ -154,8 +156,7 @@ class _Plan:
             tried = self.moving(region, choice, choice.moves | {at})
             helps = budget is None or self.on_device({region: tried}) < self.on_device()
             if tried.moved > choice.moved and helps:
-                self.choices[region], moved = tried, True
-        return moved
+                self.choices[region] = tried
 
     def _candidates(self) -> Iterator[tuple[Region, int]]:
         sized: list[tuple[bool, int, int, Region, int]] = []
@@ -177,21 +178,9 @@ class _Plan:
         for _, _, _, region, at in sized:
             yield region, at
 
-    def keep_more(self, budget: int) -> None:
-        """Choose anew what stays on the device, in the place of the inputs that left it."""
-        moves = {region: choice.moves for region, choice in self.choices.items()}
-        whole = sum(choice.bytes * self.counts[r] for r, choice in self.choices.items())
-        left = budget - self.on_device() + whole
-        chosen = within(self.found, self.counts, self.device, left)
-        self.choices = {
-            region: self.moving(region, chosen.get(region) or asked(each, "none", self.device),
-                                moves[region])
-            for region, each in self.found.items()
-        }  # fmt: skip
-
-    def spread(self, budget: int) -> None:
-        """Keep on the host what is faster to fetch than to run again, most seconds per byte first,
-        as long as there is room.
+    def grow(self, budget: int, to_host: bool) -> None:
+        """Keep more, on the host or on the device: what saves most seconds per byte first, as long
+        as there is room.
         """
         while True:
             best: tuple[float, Region, Choice] | None = None
@@ -199,13 +188,14 @@ class _Plan:
                 count = self.counts[region]
                 for step in steps(self.found[region], choice, self.device):
                     assert step.keep is not None and choice.keep is not None
-                    tried = self.moving(region, step, choice.moves | (step.keep - choice.keep))
-                    more = (tried.moved - choice.moved) * count
+                    more = step.keep - choice.keep if to_host else frozenset()
+                    tried = self.moving(region, step, choice.moves | more)
                     gain = self._seconds(region, choice) - self._seconds(region, tried)
-                    value = gain * count / max(more, 1)
+                    size = tried.moved - choice.moved if to_host else tried.bytes - choice.bytes
+                    value = gain * count / max(size * count, 1)
                     if gain <= 0 or (best is not None and value <= best[0]):
                         continue
-                    if self._gone({region: tried}) > self.host:
+                    if to_host and self._gone({region: tried}) > self.host:
                         continue
                     if self.on_device({region: tried}) <= budget:
                         best = value, region, tried
@@ -216,6 +206,10 @@ class _Plan:
     def _gone(self, other: dict[Region, Choice]) -> int:
         choices = {**self.choices, **other}
         return sum(choice.moved * self.counts[r] for r, choice in choices.items())
+
+    def seconds(self) -> float:
+        """Of a step, beyond one that keeps all on the device."""
+        return sum(self._seconds(r, choice) * self.counts[r] for r, choice in self.choices.items())
 
     def _seconds(self, region: Region, choice: Choice) -> float:
         """Of one call: what runs again, and the copies' time beyond that of the computation (twice
