@@ -45,19 +45,22 @@ def main(arguments: list[str] | None = None) -> int:
     planned.add_argument("--batch", type=int, default=1)
     planned.add_argument("--offload", action="store_true",
                          help="values that wait for backward may go to host memory")  # fmt: skip
-    planned.add_argument("--host-memory", type=_bytes, default=1 << 40, metavar="SIZE",
+    planned.add_argument("--host-memory", type=_bytes, metavar="SIZE",
                          help="of one machine, for --offload: 900GiB; 1TiB by default")  # fmt: skip
     planned.add_argument("--machine", type=int, default=8, help="GPUs that share it")
     given = parser.parse_args(arguments)
     sp = given.gpus if given.sp is None else given.sp
     if given.gpus < 1 or sp < 1 or given.gpus % sp:
         parser.error(f"--gpus {given.gpus} is not a multiple of --sp {sp}, both at least 1")
+    if given.host_memory is not None and not given.offload:
+        parser.error("--host-memory goes with --offload")
+    host = (given.host_memory or 1 << 40) if given.offload else None
     logging.getLogger("autosp_dtensor").setLevel(logging.ERROR)
     try:
         found = plan(
             given.model, (given.gpus // sp, sp), gpu=given.gpu, seq=given.seq,
             checkpoint=given.checkpoint, batch=given.batch,
-            host_memory=given.host_memory if given.offload else None, machine=given.machine,
+            host_memory=host, machine=given.machine,
             progress=_tell,
         )  # fmt: skip
     except AutoSPError as error:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from .._torch import FakeTensor
+from ..errors import UsageError
 
 __all__ = ["Transport", "transport_of"]
 
@@ -84,7 +85,15 @@ class _Pinned:
 
     def allocate(self, size: int) -> Any:
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        torch.cuda.check_error(self.runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
+        failed = int(self.runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
+        if failed:
+            raise UsageError(
+                "host memory for values that wait for backward could not be pinned.",
+                where="parallelize(offload=...)",
+                have=f"{size} bytes asked for, CUDA error {failed}",
+                why="copies beside the computation need pinned memory",
+                fix="give fewer bytes: offload=<bytes of one rank>",
+            )
         return buffer
 
     def release(self, buffer: Any) -> None:

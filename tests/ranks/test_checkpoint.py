@@ -20,6 +20,9 @@ MODES: dict[str, dict[str, Any]] = {
     "full": {"checkpoint": "full"},
     "sequence": {"checkpoint": "sequence"},
     "auto": {"checkpoint": "auto", "memory_budget": 150_000},
+    "full, offloaded": {"checkpoint": "full", "offload": 1 << 30},
+    "sequence, in part offloaded": {"checkpoint": "sequence", "offload": 10_000},
+    "auto, offloaded": {"memory_budget": 150_000, "offload": "auto"},
 }
 
 
