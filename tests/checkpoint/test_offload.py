@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import autosp_dtensor as autosp
 from autosp_dtensor.api import forward_of
 from autosp_dtensor.checkpoint import Checkpoint, Frame, Host
+from autosp_dtensor.checkpoint import host as hosts
 from autosp_dtensor.checkpoint.host import Moved
 from autosp_dtensor.errors import UsageError
 from tests.model_t import ModelT, TConfig, ids_of_t
@@ -362,3 +364,66 @@ def test_auto_moves_nothing_where_no_memory_is_known(mesh: DeviceMesh) -> None: 
     model(IDS, LABELS).loss.backward()
     assert host.out == 0 and host.limit > 1 << 20
     assert "offload" not in autosp.explain(model)
+
+
+class Lazy:
+    """As a stream that is as late as it may be: a copy is made when it is waited for, and those
+    before it. Memory that comes back holds NaN until then; memory that leaves must still be there.
+    """
+
+    name = "lazy"
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], None]] = []
+        self.made = 0
+
+    def allocate(self, size: int) -> Any:
+        return ctypes.create_string_buffer(size)
+
+    def release(self, buffer: Any) -> None:
+        self.wait(len(self.queue))
+
+    def out(self, storage: torch.UntypedStorage, buffer: Any) -> int:
+        ref, pointer = StorageWeakRef(storage), storage.data_ptr()
+
+        def copy_() -> None:
+            assert not ref.expired()
+            ctypes.memmove(buffer, pointer, len(buffer))
+
+        self.queue.append(copy_)
+        return len(self.queue)
+
+    def back(self, buffer: Any, storage: torch.UntypedStorage) -> int:
+        ref, pointer = StorageWeakRef(storage), storage.data_ptr()
+        ctypes.memset(pointer, 0xFF, len(buffer))  # NaN in every floating dtype
+
+        def copy_() -> None:
+            assert not ref.expired()
+            ctypes.memmove(pointer, buffer, len(buffer))
+
+        self.queue.append(copy_)
+        return len(self.queue)
+
+    def wait(self, copied: int | None) -> None:
+        while copied is not None and self.made < copied:
+            self.made += 1
+            self.queue[self.made - 1]()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_read_or_given_up_before_its_copy_is_over(
+    mode: str,
+    mesh: DeviceMesh,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = Lazy()
+    monkeypatch.setattr(hosts, "transport_of", lambda tensor: stream)
+    model, host = made(mesh, checkpoint=MODES[mode], offload=LARGE)
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(IDS, LABELS).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert_equal(gradients(model), plain(mesh, mode, 2))
+    model(IDS, LABELS)  # its graph is dropped while copies are under way
+    assert host.now == 0 and stream.made > 0
