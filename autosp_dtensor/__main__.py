@@ -16,6 +16,19 @@ def _tell(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
+def _bytes(text: str) -> int:
+    """`1.2TiB`, `900GiB`: a size in bytes."""
+    units = {"TiB": 40, "GiB": 30, "MiB": 20}
+    unit = next((u for u in units if text.endswith(u)), None)
+    try:
+        size = int(float(text.removesuffix(unit or "")) * (1 << units.get(unit or "", 0)))
+    except (ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; for example 1.2TiB or 900GiB")
+    return size
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m autosp_dtensor")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -30,15 +43,24 @@ def main(arguments: list[str] | None = None) -> int:
     planned.add_argument("--seq", type=int, help="a length; without it the longest is looked for")
     planned.add_argument("--checkpoint", default="auto", choices=list(MODES))
     planned.add_argument("--batch", type=int, default=1)
+    planned.add_argument("--offload", action="store_true",
+                         help="values that wait for backward may go to host memory")  # fmt: skip
+    planned.add_argument("--host-memory", type=_bytes, metavar="SIZE",
+                         help="of one machine, for --offload: 900GiB; 1TiB by default")  # fmt: skip
+    planned.add_argument("--machine", type=int, default=8, help="GPUs that share it")
     given = parser.parse_args(arguments)
     sp = given.gpus if given.sp is None else given.sp
     if given.gpus < 1 or sp < 1 or given.gpus % sp:
         parser.error(f"--gpus {given.gpus} is not a multiple of --sp {sp}, both at least 1")
+    if given.host_memory is not None and not given.offload:
+        parser.error("--host-memory goes with --offload")
+    host = (given.host_memory or 1 << 40) if given.offload else None
     logging.getLogger("autosp_dtensor").setLevel(logging.ERROR)
     try:
         found = plan(
             given.model, (given.gpus // sp, sp), gpu=given.gpu, seq=given.seq,
             checkpoint=given.checkpoint, batch=given.batch,
+            host_memory=host, machine=given.machine,
             progress=_tell,
         )  # fmt: skip
     except AutoSPError as error:

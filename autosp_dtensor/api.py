@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,7 +18,7 @@ from .checkpoint import MODES, Checkpoint
 from .errors import MeshError, UsageError
 from .explain import explain_program, latest
 from .mesh import axis_names, fsdp_mesh, sp_mesh
-from .run import Forward, Options
+from .run import Forward, Options, host_bytes
 from .source import call_site
 
 __all__ = ["explain", "forward_of", "parallelize", "sync_gradients", "verify"]
@@ -35,6 +36,7 @@ def parallelize(
     check_ranks: bool = True,
     checkpoint: str | Checkpoint = "auto",
     memory_budget: int | None = None,
+    offload: str | int = "none",
     tile: str | int = "auto",
 ) -> T:
     """Split the sequence over one mesh axis. Loss, outputs and gradients stay those of one device.
@@ -58,8 +60,13 @@ def parallelize(
             nothing but its inputs. "sequence": attention's output and log-sum-exp, which cost most
             to compute again per byte. "auto": what saves most time per byte, as long as it fits in
             memory. Or a `Checkpoint`. Modules that the model checkpoints itself are left alone.
-        memory_budget: bytes of one rank's device that "auto" may plan with; by default nine tenths
-            of a GPU's memory; on a CPU, where none is given, nothing is computed again.
+        memory_budget: bytes of one rank's device that "auto" (of either kind) may plan with; by
+            default nine tenths of a GPU's memory; on a CPU, where none is given, nothing is
+            computed again.
+        offload: whether what backward needs may wait in host memory. "none". "auto": what the
+            device's memory does not take, and what is faster to fetch than to compute again; as
+            much as the ranks of a machine may take of its free memory, measured here. Or bytes of
+            host memory of each rank, for the same; on a CPU without memory_budget, all moves.
         tile: operations that work on each token by itself run on some tokens at a time, so that
             what is wide between them never exists for all: logits and their loss, MLPs. "auto":
             where it is large (256 MiB on a rank) and takes no time: losses, and what runs again in
@@ -75,7 +82,7 @@ def parallelize(
     Source: AutoSP (ICLR 2026); all-to-all attention after DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     sp = sp_mesh(mesh, sp_axis)
-    options = _options(seq_dim, check_ranks, checkpoint, memory_budget, tile)
+    options = _options(seq_dim, check_ranks, checkpoint, memory_budget, offload, tile)
     if not callable(model):
         raise UsageError(
             f"parallelize takes a module or a callable, got {type(model).__name__}.",
@@ -112,6 +119,9 @@ def parallelize(
                 fix="call parallelize once, on the outermost module that takes whole sequences",
             )
     gradient_mesh = fsdp_mesh(mesh, sp_axis=sp_axis, dp_axis=dp_axis)
+    if offload != "none":
+        host = host_bytes(gradient_mesh) if offload == "auto" else int(offload)
+        options = replace(options, host=host)
     forward = Forward(model, sp, gradient_mesh, options)
     if not isinstance(model, nn.Module):
         return cast(T, forward)
@@ -120,7 +130,12 @@ def parallelize(
 
 
 def _options(
-    seq_dim: Any, check_ranks: Any, checkpoint: Any, memory_budget: Any, tile: Any
+    seq_dim: Any,
+    check_ranks: Any,
+    checkpoint: Any,
+    memory_budget: Any,
+    offload: Any,
+    tile: Any,
 ) -> Options:
     """The options that were asked for, each checked."""
     if not isinstance(check_ranks, bool):
@@ -155,11 +170,20 @@ def _options(
             why="it is what one rank's device may hold in a step",
             fix="for example memory_budget=70 * 2**30",
         )
-    if memory_budget is not None and checkpoint != "auto":
+    number = isinstance(offload, int) and not isinstance(offload, bool) and offload > 0
+    if not number and offload not in ("none", "auto"):
         raise UsageError(
-            'memory_budget goes with checkpoint="auto".',
+            f'offload is "none", "auto" or a number of bytes, got {offload!r}.',
             where=call_site(),
-            have=f"memory_budget={memory_budget}, checkpoint={checkpoint!r}",
+            have=f"offload={offload!r}",
+            why="it is how much host memory of each rank may hold what backward needs",
+            fix='"auto" takes what is free; or for example offload=100 * 2**30',
+        )
+    if memory_budget is not None and checkpoint != "auto" and offload == "none":
+        raise UsageError(
+            'memory_budget goes with checkpoint="auto" or with offload=.',
+            where=call_site(),
+            have=f"memory_budget={memory_budget}, checkpoint={checkpoint!r}, offload='none'",
             why="any other choice says by itself what is kept",
             fix="leave one of them out",
         )
@@ -172,7 +196,7 @@ def _options(
             why="it says how many tokens of an MLP or a loss are computed at one time",
             fix='leave it out for "auto", or pass for example tile=4096',
         )
-    return Options(seq_dim, check_ranks, checkpoint, memory_budget, tile)
+    return Options(seq_dim, check_ranks, checkpoint, memory_budget, tile, offload=offload)
 
 
 def forward_of(model: Any) -> Forward | None:

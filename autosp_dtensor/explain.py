@@ -22,7 +22,7 @@ def explain_program(program: Program) -> str:
     """One line per operation, equal regions once with a count, then totals; equal on every rank.
 
     Columns: operation (`>` marks communication); the global shape of its result, `@sp` marks the
-    split dim; bytes that one rank sends, or keeps for backward; the source line.
+    split dim; bytes that one rank sends, or keeps for backward (`host`: there); the source line.
     """
     n = program.mesh.size()
     lines = [f"sp={n}", ""]
@@ -32,20 +32,22 @@ def explain_program(program: Program) -> str:
     kept = 0
     for region, places in paths.items():
         found = record(region)
-        known = found.kept_bytes()
+        known, gone = found.kept_bytes(), set()
         whole, choice = sum(known.values()), program.policy.of(region)
         kept += (whole if choice is None else choice.bytes) * len(places)
         if choice is not None and choice.keep is not None:
             stays = {found.nodes[k] for k in choice.keep}
             known = {node: size for node, size in known.items() if node in stays}
+            gone = {found.nodes[k] for k in choice.moves}
         more = f" and {len(places) - 1} more like it" if len(places) > 1 else ""
         lines.append(f"{places[0] or 'root'}{more}")
         shown = [n for n in region.graph.nodes if n.op == "call_function" and not _silent(n)]
-        lines.extend(_row(node, known) for node in shown)
+        lines.extend(_row(node, known, gone) for node in shown)
         lines.extend(_kept_lines(choice, region, whole))
         lines.append("")
     lines.extend(_totals(program, kept))
     lines.extend(_again_lines(program, paths))
+    lines.extend(_host_lines(program, paths))
     return "\n".join(lines)
 
 
@@ -54,10 +56,17 @@ def _kept_lines(choice: Choice | None, region: Region, whole: int) -> list[str]:
         return [f"  keeps {size_text(whole)} for backward"]
     sends = sum(_sends(list(region.graph.nodes)[k]) for k in choice.again)
     more = f", {sends} of them collectives" if sends else ""
-    return [
+    lines = [
         f"  keeps {size_text(choice.bytes)} of {size_text(whole)} for backward",
         f"  {len(choice.again)} operations run again{more}",
     ]
+    if choice.moves:
+        taken = choice.moved - choice.inside
+        lines.append(
+            f"  moves {size_text(choice.moved)} to the host: {size_text(choice.inside)} of what it "
+            f"keeps, {size_text(taken)} of what it is given"
+        )
+    return lines
 
 
 def _sends(node: Node) -> bool:
@@ -84,6 +93,21 @@ def _again_lines(program: Program, paths: dict[Region, list[str]]) -> list[str]:
     ]
 
 
+def _host_lines(program: Program, paths: dict[Region, list[str]]) -> list[str]:
+    """What all regions move; what does not find room stays on the device."""
+    if program.host is None:
+        return []
+    moved = sum(
+        choice.moved * len(places)
+        for region, places in paths.items()
+        if (choice := program.policy.of(region))
+    )
+    return [
+        f"offload: {size_text(moved)} per rank wait in host memory, "
+        f"of {size_text(program.host.limit)} that may"
+    ]
+
+
 def _silent(node: Node) -> bool:
     return (
         node.target is operator.getitem
@@ -92,7 +116,7 @@ def _silent(node: Node) -> bool:
     )
 
 
-def _row(node: Node, kept: dict[Node, int]) -> str:
+def _row(node: Node, kept: dict[Node, int], gone: set[Node]) -> str:
     known = facts(node)
     target: Any = node.target
     if isinstance(target, Call):
@@ -105,7 +129,7 @@ def _row(node: Node, kept: dict[Node, int]) -> str:
     note = (
         f"sends {size_text(known.bytes)}"
         if known.bytes
-        else f"keeps {size_text(kept[node])}"
+        else f"{'host' if node in gone else 'keeps'} {size_text(kept[node])}"
         if kept.get(node)
         else ""
     )

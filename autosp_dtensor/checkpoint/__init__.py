@@ -4,6 +4,8 @@ from .choose import MODES, Checkpoint, Choice, Policy, needed, policy_of, whole_
 from .cost import DEVICES, Device, flops_of, seconds_of
 from .defer import Deferred, Later
 from .frame import Frame, Recompute
+from .host import Host
+from .offload import moving_inputs, offloading
 from .record import Record, record, run_fake
 from .tile import Tile
 from .tiling import tile_chains, tile_free, tile_run_again
@@ -16,13 +18,16 @@ __all__ = [
     "Deferred",
     "Device",
     "Frame",
+    "Host",
     "Later",
     "Policy",
     "Recompute",
     "Record",
     "Tile",
     "flops_of",
+    "moving_inputs",
     "needed",
+    "offloading",
     "policy_of",
     "record",
     "run_fake",

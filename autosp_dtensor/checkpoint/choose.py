@@ -21,7 +21,20 @@ from .cost import DEVICES, Device, is_attention, is_product, seconds_of
 from .record import Record, record
 from .tile import Tile
 
-__all__ = ["MODES", "Checkpoint", "Choice", "Policy", "needed", "policy_of"]
+__all__ = [
+    "MODES",
+    "Checkpoint",
+    "Choice",
+    "Policy",
+    "asked",
+    "choice_of",
+    "kept_bytes",
+    "name_of",
+    "needed",
+    "policy_of",
+    "steps",
+    "whole_bytes",
+]
 
 _GROUPS = {
     "attention": is_attention,
@@ -63,7 +76,8 @@ class Checkpoint:
 class Choice:
     """What is kept of one region, what that takes in bytes, and what running the rest again takes.
 
-    keep: None where nothing runs again.
+    keep: None where nothing runs again and nothing moves. moves: operations and inputs whose memory
+    goes to the host. moved: its bytes, of which `inside` were made in the region.
     """
 
     keep: frozenset[int] | None
@@ -71,6 +85,9 @@ class Choice:
     again: frozenset[int] = frozenset()
     bytes: int = 0
     seconds: float = 0.0
+    moves: frozenset[int] = frozenset()
+    moved: int = 0
+    inside: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +97,11 @@ class Policy:
     mode: str = "none"
     choices: dict[Region, Choice] = field(default_factory=dict)
     device: Device = DEVICES["cpu"]
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything goes to the host."""
+        return any(choice.moves for choice in self.choices.values())
 
     def of(self, region: Region) -> Choice | None:
         """The choice for a region that is in part run again, else None."""
@@ -126,19 +148,22 @@ def choice_of(found: Record, keep: Iterable[int], device: Device) -> Choice:
     """What keeping the memory of these operations comes to."""
     always = {k for k, node in enumerate(found.nodes) if fixed(node)}
     keep = frozenset(keep) | always
-    wanted, storages = set(), {}
-    for saved in found.saved:
-        if saved.of is None:
-            continue
-        if saved.of in keep:
-            storages[saved.storage] = saved.bytes
-        else:
-            wanted.add(saved.by if saved.own else saved.of)
+    wanted = {
+        saved.by if saved.own else saved.of
+        for saved in found.saved
+        if saved.of is not None and saved.of not in keep
+    }
     again, hold = needed(found.nodes, keep, wanted)
+    seconds = sum(seconds_of(found.nodes[k], device) for k in again)
+    return Choice(keep, hold, again, kept_bytes(found, keep, hold), seconds)
+
+
+def kept_bytes(found: Record, keep: frozenset[int], hold: frozenset[int]) -> int:
+    """Bytes of what these operations save, and of results that are held for what runs again."""
+    storages = {s.storage: s.bytes for s in found.saved if s.of in keep}
     covered = {s.of for s in found.saved if s.of in keep}
     extra = sum(found.sizes.get(k, 0) for k in hold if found.base.get(k) not in covered)
-    seconds = sum(seconds_of(found.nodes[k], device) for k in again)
-    return Choice(keep, hold, again, sum(storages.values()) + extra, seconds)
+    return sum(storages.values()) + extra
 
 
 def whole_bytes(found: Record) -> int:
@@ -162,15 +187,24 @@ def policy_of(
     if mode == "auto":
         assert budget is not None
         return Policy("auto", _within(found, regions, device, budget), device)
+    return Policy(
+        name_of(mode), {r: asked(each, mode, device) for r, each in found.items()}, device
+    )
+
+
+def name_of(mode: str | Checkpoint) -> str:
+    """What `explain` calls it."""
+    return mode if isinstance(mode, str) else f"keep {', '.join(mode.keep)}"
+
+
+def asked(found: Record, mode: str | Checkpoint, device: Device) -> Choice:
+    """What a mode that needs no budget says of one region; "none" and "auto" without one: all."""
+    if mode in ("none", "auto"):
+        return choice_of(found, range(len(found.nodes)), device)
     if isinstance(mode, str):
-        mode, name = Checkpoint(("attention",) if mode == "sequence" else ()), mode
-    else:
-        name = f"keep {', '.join(mode.keep)}"
-    choices = {}
-    for region, each in found.items():
-        keep = [k for k, n in enumerate(each.nodes) if n.op == "call_function" and mode.keeps(n)]
-        choices[region] = choice_of(each, keep, device)
-    return Policy(name, choices, device)
+        mode = Checkpoint(("attention",) if mode == "sequence" else ())
+    keep = [k for k, n in enumerate(found.nodes) if n.op == "call_function" and mode.keeps(n)]
+    return choice_of(found, keep, device)
 
 
 def _within(
@@ -184,7 +218,7 @@ def _within(
     while True:
         best: tuple[float, Region, Choice] | None = None
         for region, each in found.items():
-            for tried in _steps(each, choices[region], device):
+            for tried in steps(each, choices[region], device):
                 more = (tried.bytes - choices[region].bytes) * counts[region]
                 gain = choices[region].seconds - tried.seconds
                 if gain <= 0 or more > left:
@@ -199,7 +233,7 @@ def _within(
         choices[region] = chosen
 
 
-def _steps(found: Record, choice: Choice, device: Device) -> Iterable[Choice]:
+def steps(found: Record, choice: Choice, device: Device) -> Iterable[Choice]:
     """The choice with one more operation kept, or with one exchange and all it receives."""
     assert choice.keep is not None
     for at in choice.again:

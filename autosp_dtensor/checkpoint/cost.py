@@ -25,7 +25,8 @@ class Device:
     """Peaks of one device.
 
     flops: dense bf16, per second. memory: bytes per second. link: bytes per second that one device
-    sends to others in its node. size: bytes of memory. reached: share of the peaks.
+    sends to others in its node. size: bytes of memory. host: bytes per second to host memory, one
+    direction. reached: share of the peaks.
     """
 
     name: str
@@ -33,20 +34,22 @@ class Device:
     memory: float
     link: float
     size: int
+    host: float
     reached: float = 0.6
 
 
 # NVIDIA's data sheets: A100 SXM (2021), H100 SXM (2023), H200 SXM (2024), B200 (2025). Links are
-# NVLink's one direction. "cpu" is a core of this kind of machine, to compare plans by, not to time.
+# NVLink's one direction; to the host, PCIe's: 16 lanes of generation 4 (A100) or 5. "cpu" is a core
+# of this kind of machine, to compare plans by, not to time.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        Device("a100-40gb", 312e12, 1.555e12, 300e9, 40 << 30),
-        Device("a100-80gb", 312e12, 2.039e12, 300e9, 80 << 30),
-        Device("h100-80gb", 989e12, 3.35e12, 450e9, 80 << 30),
-        Device("h200-141gb", 989e12, 4.8e12, 450e9, 141 << 30),
-        Device("b200-180gb", 2250e12, 7.7e12, 900e9, 180 << 30),
-        Device("cpu", 50e9, 10e9, 2e9, 16 << 30),
+        Device("a100-40gb", 312e12, 1.555e12, 300e9, 40 << 30, 32e9),
+        Device("a100-80gb", 312e12, 2.039e12, 300e9, 80 << 30, 32e9),
+        Device("h100-80gb", 989e12, 3.35e12, 450e9, 80 << 30, 64e9),
+        Device("h200-141gb", 989e12, 4.8e12, 450e9, 141 << 30, 64e9),
+        Device("b200-180gb", 2250e12, 7.7e12, 900e9, 180 << 30, 64e9),
+        Device("cpu", 50e9, 10e9, 2e9, 16 << 30, 5e9),
     )
 }
 

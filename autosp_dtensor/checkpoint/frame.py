@@ -3,12 +3,14 @@
 Autograd saves tensors while an operation runs. Each belongs to the operation that made its memory.
 If that one is kept, or is an input of the region, the tensor is saved as ever. Otherwise autograd
 gets a note instead: which operation to run again, and which of its tensors is meant. The first note
-that backward redeems runs the operations that are needed, once for all notes of the region.
+that backward redeems runs the operations that are needed, once for all notes of the region. What is
+kept, and what the region was given, may wait on the host (host.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,9 +19,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._torch import neg_view
 from ..autocast import autocast_state, under
-from ..errors import UsageError
+from .host import Host, Moved, Seen, changed, version_of
+from .view import View
 
 __all__ = ["Frame", "Own", "Part", "Recompute", "Value"]
 
@@ -38,23 +40,7 @@ class Value:
 
     at: int
     index: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    is_conj: bool
-    is_neg: bool
-
-    def seen(self, base: torch.Tensor) -> torch.Tensor:
-        """The view, of that memory again."""
-        with torch.no_grad():
-            if self.dtype == base.dtype:
-                view = base.as_strided(self.size, self.stride, self.offset)
-            else:
-                view = torch.empty(0, dtype=self.dtype, device=base.device)
-                view.set_(base.untyped_storage(), self.offset, self.size, self.stride)
-            view = neg_view(view) if self.is_neg else view
-            return view.conj() if self.is_conj else view
+    view: View
 
 
 @dataclass(frozen=True)
@@ -66,19 +52,13 @@ class _Kept:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Kept:
-        return _Kept(tensor, _version(tensor))
+        return _Kept(tensor, version_of(tensor))
 
     def unchanged(self) -> torch.Tensor:
-        if _version(self.tensor) == self.version:
-            return self.tensor
-        raise UsageError(
-            "a tensor that backward needs was changed after forward.",
-            where="backward of a region that is in part computed again",
-            have=f"{self.tensor.dtype} {tuple(self.tensor.shape)}, changed in place "
-            f"{_version(self.tensor) - self.version} times",
-            why="gradients would be those of other values",
-            fix="change parameters, buffers and results after backward, or change a copy",
-        )
+        changes = version_of(self.tensor) - self.version
+        if changes:
+            raise changed(f"{self.tensor.dtype} {tuple(self.tensor.shape)}", changes)
+        return self.tensor
 
 
 # Runs some operations again: (frame, seed, values that they take) -> None; and which values.
@@ -92,7 +72,8 @@ class Recompute:
     keep: operations whose memory is kept. hold: those of them whose results are taken by what runs
     again. part: makes the function for a set of operations whose tensors are asked for. sends:
     exchanges that run again, the same on every rank. local: whether an operation is had again
-    without any other exchange.
+    without any other exchange. moves: operations, and values that the region is given, whose memory
+    goes to the host.
     """
 
     keep: frozenset[int]
@@ -100,6 +81,7 @@ class Recompute:
     part: Callable[[frozenset[int]], Part]
     sends: frozenset[int] = frozenset()
     local: Callable[[int], bool] = lambda at: True
+    moves: frozenset[int] = frozenset()
     parts: dict[frozenset[int], Part] = field(default_factory=dict)
 
     def part_for(self, wanted: frozenset[int]) -> Part:
@@ -114,12 +96,23 @@ class Frame:
     given: the region's values (parameters, then inputs), by the number of their node.
     """
 
-    def __init__(self, recompute: Recompute, seed: int, given: dict[int, torch.Tensor]) -> None:
-        self.recompute, self.seed, self.given = recompute, seed, given
+    def __init__(
+        self, recompute: Recompute, seed: int, given: dict[int, Any], host: Host | None = None
+    ) -> None:
+        self.recompute, self.seed, self.given, self.host = recompute, seed, dict(given), host
         self.at = -1
         self.held: dict[int, Any] = {}
-        tensors = {k: t for k, t in given.items() if isinstance(t, torch.Tensor)}
-        self._given = {_key(t): _Kept.of(t) for t in tensors.values()}
+        self.moved: list[weakref.ref[Moved]] = []
+        self.previous: weakref.ref[Any] | None = None
+        if host is not None:
+            host.enter()
+        self._given: dict[int, _Kept | Moved] = {}
+        for k, tensor in given.items():
+            if isinstance(tensor, torch.Tensor):
+                saved = self._saved(tensor, k in recompute.moves, soon=True)
+                if isinstance(saved, Seen):
+                    self.given[k] = saved
+                self._given[_key(tensor)] = saved.moved if isinstance(saved, Seen) else saved
         self._owners: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self._counts: Counter[int] = Counter()
         self._own: set[Own] = set()
@@ -144,18 +137,22 @@ class Frame:
                 if key not in self._owners and key not in self._given:
                     self._owners[key] = (StorageWeakRef(tensor.untyped_storage()), at, index)
         if at in self.recompute.hold:
-            self.held[at] = _detached(result)
+            self.held[at] = self._hold(at, result)
 
     def results(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
         """The region's results. Where exchanges run again, that is when backward comes to these:
-        which note it redeems first differs by rank (what is a view here is a copy there).
+        which note it redeems first differs by rank (what is a view here is a copy there). So it is
+        with what is fetched.
         """
         asked = [
             k for k, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad
         ]
-        if not asked or not self.recompute.sends:
+        fetches = self.host is not None and self.host.passed(self)
+        if not asked or not (self.recompute.sends or fetches):
             return results
-        begun = dict(zip(asked, _Begin.apply(self, *(results[k] for k in asked)), strict=True))
+        # What a Function keeps of itself lives as long as the loss; what it saves, until backward.
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: self, Frame.begin):
+            begun = dict(zip(asked, _Begin.apply(*(results[k] for k in asked)), strict=True))
         return tuple(begun.get(k, result) for k, result in enumerate(results))
 
     # -- what autograd saves --------------------------------------------------------------------
@@ -167,26 +164,52 @@ class Frame:
         self._counts[at] += 1
         key = _key(tensor)
         if key in self._given:
-            return _Kept.of(tensor)
-        keep = self.recompute.keep
+            saved = self._given[key]
+            return Seen.of(saved, tensor) if isinstance(saved, Moved) else _Kept.of(tensor)
+        keep, moves = self.recompute.keep, self.recompute.moves
         owner = self._owners.get(key)
         if owner is None:  # made inside of the operation that runs
             if at in keep or not self.recompute.local(at):
-                return _Kept.of(tensor)
+                return self._saved(tensor, at in moves)
             self._own.add(Own(at, k))
             return Own(at, k)
         _, maker, index = owner
         if maker in keep or not self.recompute.local(maker):
-            return _Kept.of(tensor)
+            return self._saved(tensor, maker in moves)
         self._uses[maker, index] += 1
-        size, stride = tensor.size(), tensor.stride()
-        offset = int(tensor.storage_offset())
-        signs = tensor.is_conj(), tensor.is_neg()
-        return Value(maker, index, tensor.dtype, size, stride, offset, *signs)
+        return Value(maker, index, View.of(tensor))
+
+    def _saved(self, tensor: torch.Tensor, moves: bool, *, soon: bool = False) -> _Kept | Seen:
+        """The tensor itself, or where it goes."""
+        if self.host is None:
+            return _Kept.of(tensor)
+        found = self.host.move(tensor, soon=soon) if moves else self.host.find(tensor)
+        if found is None:
+            return _Kept.of(tensor)
+        if not any(ref() is found for ref in self.moved):
+            self.moved.append(weakref.ref(found))
+        return Seen.of(found, tensor)
+
+    def _hold(self, at: int, value: Any) -> Any:
+        """A result that what runs again takes."""
+        if isinstance(value, (tuple, list)):
+            return tuple(self._hold(at, each) for each in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        given = self._given.get(_key(value))
+        if isinstance(given, Moved):
+            return Seen.of(given, value)
+        owner = self._owners.get(_key(value))
+        moves = self.recompute.moves
+        goes = given is None and (at in moves or (owner is not None and owner[1] in moves))
+        saved = self._saved(value, goes)
+        return saved if isinstance(saved, Seen) else _detached(value)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _Kept):
             return saved.unchanged()
+        if isinstance(saved, Seen):
+            return saved.tensor()
         if isinstance(saved, Own):
             if saved not in self._found:
                 self.run_again()
@@ -198,7 +221,7 @@ class Frame:
         self._left[place] -= 1
         if not self._left[place]:
             del self._found[place]
-        return saved.seen(base)
+        return saved.view.seen(base)
 
     # -- having it again ------------------------------------------------------------------------
 
@@ -206,12 +229,22 @@ class Frame:
         """The operations whose tensors are to be had again."""
         return frozenset({own.at for own in self._own} | {at for at, _ in self._uses})
 
+    def begin(self) -> torch.Tensor:
+        """Backward comes to the region: it asks for a tensor, which nobody reads."""
+        if self.host is not None:
+            self.host.returned(self)
+        if self.recompute.sends:
+            self.run_again()
+        return torch.empty(0)
+
     def run_again(self) -> None:
         function, takes = self.recompute.part_for(self.wanted())
         again = _Again(self._own, set(self._uses))
         for k in takes:
             if k not in self.held and isinstance(self.given[k], torch.Tensor):
-                self._given[_key(self.given[k])].unchanged()
+                kept = self._given[_key(self.given[k])]
+                assert isinstance(kept, _Kept)
+                kept.unchanged()
         values = [_detached(self.held[k] if k in self.held else self.given[k]) for k in takes]
         with contextlib.ExitStack() as stack:
             for state in self._autocast:
@@ -226,15 +259,15 @@ class Frame:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, frame: Frame, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.frame = frame
+    def forward(ctx: Any, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(torch.empty(0))
         ctx.set_materialize_grads(False)
         return tuple(result.detach() for result in results)  # no views: FSDP2 warns of those
 
     @staticmethod
     def backward(ctx: Any, *grads: Any):
-        ctx.frame.run_again()
-        return None, *grads
+        _ = ctx.saved_tensors  # asks the frame to begin
+        return grads
 
 
 class _Again:
@@ -261,10 +294,6 @@ class _Again:
         raise AssertionError("backward does not go through the second run")
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -273,6 +302,8 @@ def _detached(value: Any) -> Any:
     """The same values, of no graph, that ask for a gradient where they did."""
     if isinstance(value, (tuple, list)):
         return tuple(_detached(each) for each in value)
+    if isinstance(value, Seen):
+        return value.tensor().requires_grad_(value.requires_grad)
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)

@@ -43,7 +43,7 @@ class Setting:
     """What is planned: FSDP2 on blocks and root over dp x sp, AdamW in fp32, compute in `dtype`.
 
     sp=1 is FSDP2 alone. budget: bytes that "auto" may plan with. device: whose figures it plans
-    with.
+    with. host: bytes of host memory of each rank, 0 for none.
     """
 
     make: Callable[[], nn.Module]
@@ -54,17 +54,21 @@ class Setting:
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
     device: Device | None = None
+    host: int = 0
 
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes of one rank at the peak of a step, by kind, and what `explain` says of memory."""
+    """Bytes of one rank at the peak of a step, by kind, and what `explain` says of memory. host:
+    bytes in host memory, at their own peak.
+    """
 
     length: int
     peak: int
     kinds: dict[str, int]
     note: str
     seconds: float
+    host: int = 0
 
 
 @contextlib.contextmanager
@@ -98,9 +102,11 @@ def measure(setting: Setting, length: int, *, fake: bool = True) -> Step:
     with mode:
         model = setting.make()
         ids = torch.zeros(setting.batch, length, dtype=torch.int64)
-    options = {"checkpoint": setting.checkpoint, "memory_budget": setting.budget}
-    if setting.checkpoint != "auto" or setting.budget is None:
-        options.pop("memory_budget")
+    options: dict[str, Any] = {"checkpoint": setting.checkpoint}
+    if setting.host:
+        options["offload"] = setting.host
+    if setting.budget is not None and (setting.checkpoint == "auto" or setting.host):
+        options["memory_budget"] = setting.budget
     model = parallelize(model, mesh, check_ranks=False, **options)
     forward = forward_of(model)
     assert forward is not None
@@ -123,8 +129,10 @@ def measure(setting: Setting, length: int, *, fake: bool = True) -> Step:
         name = _KINDS.get(str(kind).rpartition(".")[2])
         if name:
             kinds[name] = kinds.get(name, 0) + size
-    text = explain(model).splitlines()[-1]
-    return Step(length, peak["Total"], kinds, text, time.perf_counter() - started)
+    last = explain(model).splitlines()[-2:]
+    note = "\n  ".join(last if forward.host is not None and setting.host else last[-1:])
+    host = forward.host.peak if forward.host is not None else 0
+    return Step(length, peak["Total"], kinds, note, time.perf_counter() - started, host)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ class Plan:
     """What was found. `str` of it is a table.
 
     longest: tokens of the longest sequence that fits, None where one length was asked for.
-    step: memory at that length.
+    step: memory at that length. host: bytes of host memory that one rank may take.
     """
 
     model: str
@@ -32,6 +32,7 @@ class Plan:
     capacity: int
     step: Step
     longest: int | None
+    host: int = 0
 
     @property
     def fits(self) -> bool:
@@ -49,6 +50,11 @@ class Plan:
             f"  {'peak of one GPU':<22}{size_text(self.step.peak):>12}  of "
             f"{size_text(self.capacity)}: {verdict}"
         )
+        if self.host:
+            lines.append(
+                f"  {'host memory of one rank':<22}{size_text(self.step.host):>11}  of "
+                f"{size_text(self.host)}"
+            )
         lines.append(f"  {self.step.note}")
         return "\n".join(lines)
 
@@ -61,6 +67,8 @@ def plan(
     seq: int | None = None,
     checkpoint: Any = "auto",
     batch: int = 1,
+    host_memory: int | None = None,
+    machine: int = 8,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Memory of one training step, from the very program that would run, on tensors without data.
@@ -76,6 +84,9 @@ def plan(
         seq: the length to plan for; None: the longest that fits is looked for.
         checkpoint: as in `parallelize`; "auto" plans with this GPU's memory.
         batch: rows of each sp group.
+        host_memory: bytes of one machine's memory that all its ranks together may put values in
+            that wait for backward, as `parallelize(offload=...)`; None: none.
+        machine: how many GPUs share it, if there are so many.
         progress: called with a line of text for each length that is tried.
 
     Returns:
@@ -93,17 +104,20 @@ def plan(
             fix="name one of those, in lower case",
         )
     dp, sp = mesh_shape
-    if min(dp, sp, batch, seq if seq is not None else 1) < 1:
+    sizes = [1 if size is None else size for size in (seq, host_memory)]
+    if min(dp, sp, batch, machine, *sizes) < 1:
         raise UsageError(
             "sizes of a plan are positive numbers.",
             where="autosp.plan",
-            have=f"mesh_shape={mesh_shape}, batch={batch}, seq={seq}",
+            have=f"mesh_shape={mesh_shape}, batch={batch}, seq={seq}, host_memory={host_memory}, "
+            f"machine={machine}",
             why="there would be nothing to run",
             fix="give each of them as 1 or more",
         )
     name, make = model_maker(model)
     capacity = int(DEVICES[gpu].size * _USABLE)
-    setting = Setting(make, dp, sp, checkpoint, capacity, batch, device=DEVICES[gpu])
+    host = (host_memory or 0) // min(machine, dp * sp)
+    setting = Setting(make, dp, sp, checkpoint, capacity, batch, device=DEVICES[gpu], host=host)
     tell = progress or (lambda text: None)
     with fake_group(dp * sp):
 
@@ -113,9 +127,9 @@ def plan(
             return step
 
         if seq is not None:
-            return Plan(name, dp * sp, gpu, sp, capacity, at(seq), None)
+            return Plan(name, dp * sp, gpu, sp, capacity, at(seq), None, host)
         step = longest(at, capacity, 1024 * sp)
-        return Plan(name, dp * sp, gpu, sp, capacity, step, step.length)
+        return Plan(name, dp * sp, gpu, sp, capacity, step, step.length, host)
 
 
 def longest(at: Callable[[int], Step], capacity: int, unit: int) -> Step:

@@ -2,5 +2,6 @@
 
 from .build import Options, block_paths
 from .forward import Forward
+from .host import host_bytes
 
-__all__ = ["Forward", "Options", "block_paths"]
+__all__ = ["Forward", "Options", "block_paths", "host_bytes"]

@@ -16,7 +16,7 @@ from ..errors import RankMismatchError
 from ..graph import describe, meta_of
 from ..source import call_site
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "side_group"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Agreement:
         if self.size == 1:
             return
         self.ranks = dist.get_process_group_ranks(mesh.get_group())
-        self.group = _side_group(mesh.get_group(), self.ranks)
+        self.group = side_group(mesh.get_group(), self.ranks)
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64)
@@ -205,7 +205,7 @@ _CHUNK = 1 << 22
 _SIDE_GROUPS: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
-def _side_group(group: Any, ranks: list[int]) -> Any:
+def side_group(group: Any, ranks: list[int]) -> Any:
     """A gloo group of the same ranks for these comparisons alone, made once: what the user's own
     collectives do meanwhile cannot cross them.
     """

@@ -20,11 +20,13 @@ from ..checkpoint import (
     Policy,
     Record,
     Tile,
+    moving_inputs,
+    offloading,
     policy_of,
     record,
     whole_bytes,
 )
-from ..graph import result_nodes
+from ..graph import arg_nodes, result_nodes
 from ..lower import Call, Region
 
 __all__ = ["choose_policy", "device_of"]
@@ -39,6 +41,10 @@ class _Options(Protocol):
     def memory_budget(self) -> int | None: ...
     @property
     def device(self) -> Device | None: ...
+    @property
+    def offload(self) -> str | int: ...
+    @property
+    def host(self) -> int: ...
 
 
 def choose_policy(
@@ -54,10 +60,15 @@ def choose_policy(
     counts = Counter(region for _, region in root.walk() if region is not root)
     regions = {region: count for region, count in counts.items() if region not in own}
     device = options.device or device_of(mesh.device_type)
+    inputs: dict[Region, dict[int, int]] = {}
+    if options.host:
+        inputs = {r: each for r, each in moving_inputs(root, record(root)).items() if r in regions}
     budget = None
-    if options.checkpoint == "auto":
-        budget = _budget(root, live, mesh.device_type, options.memory_budget)
-    return policy_of(regions, options.checkpoint, device, budget)
+    if options.checkpoint == "auto" or options.host:
+        budget = _budget(root, live, mesh.device_type, options.memory_budget, inputs)
+    if not options.host or (budget is None and options.offload == "auto"):
+        return policy_of(regions, options.checkpoint, device, budget)
+    return offloading(regions, options.checkpoint, device, budget, options.host, inputs)
 
 
 def device_of(kind: str) -> Device:
@@ -71,9 +82,15 @@ def device_of(kind: str) -> Device:
     return DEVICES["a100-80gb"]
 
 
-def _budget(root: Region, live: nn.Module | None, kind: str, given: int | None) -> int | None:
+def _budget(
+    root: Region,
+    live: nn.Module | None,
+    kind: str,
+    given: int | None,
+    inputs: dict[Region, dict[int, int]],
+) -> int | None:
     """Bytes that regions may keep: the device's, less state, gathered parameters, temporaries and
-    what the root keeps.
+    what the root keeps. What `inputs` of regions take is theirs.
 
     None where nothing is known of the device's memory (a CPU).
     """
@@ -85,7 +102,23 @@ def _budget(root: Region, live: nn.Module | None, kind: str, given: int | None) 
     regions = dict.fromkeys(region for _, region in root.walk())
     found = {region: record(region) for region in regions}
     taken = _state_bytes(live) + _gathered_bytes(live) + _temporary_bytes(root, found)
-    return max(0, given - taken - _root_bytes(found[root]))
+    passed = _passed_bytes(found[root], inputs)
+    return max(0, given - taken - _root_bytes(found[root]) + passed)
+
+
+def _passed_bytes(found: Record, inputs: dict[Region, dict[int, int]]) -> int:
+    """What regions get from each other, of that which may move: the root's bytes count it."""
+    base = {node: found.base.get(k) for k, node in enumerate(found.nodes)}
+    total = 0
+    for node in found.nodes:
+        if isinstance(node.target, Call) and node.target.region in inputs:
+            region = node.target.region
+            places = [k for k, n in enumerate(region.graph.nodes) if n.op == "placeholder"]
+            for k, given in zip(places[len(region.states) :], arg_nodes(node), strict=True):
+                maker = base[given]
+                if maker is not None and isinstance(found.nodes[maker].target, Call):
+                    total += inputs[region].get(k, 0)
+    return total
 
 
 def _root_bytes(found: Record) -> int:

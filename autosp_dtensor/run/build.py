@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Call, Captured, capture
-from ..checkpoint import Checkpoint, Device, Policy, tile_free, tile_run_again
+from ..checkpoint import Checkpoint, Device, Host, Policy, tile_free, tile_run_again
 from ..errors import MeshError, PlacementError
 from ..lower import cut_regions, lower
 from ..place import place
@@ -39,9 +39,11 @@ class Options:
     memory_budget: int | None = None
     tile: str | int = "auto"
     device: Device | None = None  # that is planned for, if not this one
+    offload: str | int = "none"
+    host: int = 0  # bytes of host memory for it, the same on all ranks
 
 
-def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
+def build(call: Call, mesh: DeviceMesh, options: Options, host: Host | None = None) -> Program:
     """capture -> place -> lower -> regions -> run."""
     started = time.perf_counter()
     live = call.target if isinstance(call.target, nn.Module) else None
@@ -69,6 +71,7 @@ def build(call: Call, mesh: DeviceMesh, options: Options) -> Program:
     if options.tile == "auto" and tile_run_again(policy):
         policy = choose_policy(root, captured, live, mesh, options)
     program = Program(captured, placed, flat, root, mesh, live, constants, policy, grad=grad)
+    program.host = host if policy.moves else None
     program.bind()
     _log_summary(program, call, time.perf_counter() - started)
     return program

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import unset_fake_temporarily
 from ..capture import Call, name_of, read_call, state_key, state_text
+from ..checkpoint import Host
 from .agree import Agreement
 from .border import placement_on
 from .build import Options, build, check_devices, sequence_length
@@ -45,6 +46,7 @@ class Forward:
         self.agreement = Agreement(mesh, name_of(target))
         self.programs: dict[Any, list[Program]] = defaultdict(list)
         self.last: Program | None = None
+        self.host = Host(options.host, mesh.device_type) if options.host else None
         self._compared = False
         self._texts: dict[tuple[Any, ...], str] = {}
         self.original_attribute = (
@@ -106,7 +108,7 @@ class Forward:
             live = self.target if isinstance(self.target, nn.Module) else None
             check_devices(call, live, self.mesh)
             with unset_fake_temporarily():  # a plan runs on tensors without data
-                program = build(call, self.mesh, self.options)
+                program = build(call, self.mesh, self.options, self.host)
         except Exception as error:
             if self.options.check_ranks:
                 self.agreement.on_failure(error)  # peers are told, so that they do not wait

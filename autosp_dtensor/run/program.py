@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from .._torch import fsdp_hooks_alone, fsdp_policy
 from ..capture import Captured
 from ..capture.tap import Tap
-from ..checkpoint import Choice, Frame, Later, Policy, Recompute, needed
+from ..checkpoint import Choice, Frame, Host, Later, Policy, Recompute, needed
 from ..errors import PlacementError, UsageError
 from ..graph import Meta, Origin, describe, facts, result_nodes
 from ..lower import Call as RegionCall
@@ -52,6 +52,7 @@ class Program:
     random: bool = False
     distinct: int = 0
     grad: bool = True
+    host: Host | None = None  # that values wait on
     _run: Callable[..., tuple[Any, ...]] | None = None
     _results: list[Any] = field(default_factory=list)
     result_names: list[str] = field(default_factory=list)
@@ -226,7 +227,7 @@ class _Binder:
             changing = {id(read()) for read in written}  # backward needs them as they are now
             own = [v.clone() if id(v) in changing else v for v in (read() for read in states)]
             values = [*own, *inputs]
-            frame = Frame(recompute, seed, dict(zip(numbers, values, strict=True)))
+            frame = Frame(recompute, seed, dict(zip(numbers, values, strict=True)), program.host)
             with frame.saving():
                 results = marked(seed, children, frame, *values)
             return frame.results(results)
@@ -253,7 +254,8 @@ class _Binder:
 
             marked = compile_region(region, self.link, self.shared, marked=True)
             numbers = [k for k, node in enumerate(nodes) if node.op == "placeholder"]
-            self.again[region] = marked, Recompute(keep, hold, part, sends, local), numbers
+            made = Recompute(keep, hold, part, sends, local, moves=choice.moves)
+            self.again[region] = marked, made, numbers
         return self.again[region]
 
     def _call(self, call: RegionCall, base: str) -> Callable[..., tuple[Any, ...]]:

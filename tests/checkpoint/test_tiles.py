@@ -65,7 +65,7 @@ LOSSES: dict[str, Loss] = {
     "chosen tokens": chosen,
     "probabilities": lambda x, t: F.cross_entropy(
         x.flatten(0, 1), x.detach().flatten(0, 1).softmax(-1)
-    ),  # noqa: E501
+    ),
 }
 
 
@@ -243,7 +243,7 @@ def test_small_chains_are_left_alone_by_auto(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_gradients_of_weights_are_added_up_in_fp32() -> None:
-    """64 tiles in bf16: terms that are 1/64 of a sum would be lost to rounding one after another."""
+    """64 tiles in bf16: terms that are 1/64 of a sum would be lost to rounding, one by one."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(40, 8).bfloat16())
     x = torch.randn(1, 512, 8).abs().bfloat16().requires_grad_()

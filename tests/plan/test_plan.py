@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,35 @@ def test_prediction_is_what_real_tensors_take(
     )
 
 
+def test_what_waits_on_the_host_leaves_the_device(group: None) -> None:
+    """Of real tensors the same bytes; all inputs but the last two regions' are gone at the peak."""
+    deep = Setting(model_maker({**TINY, "num_hidden_layers": 6})[1], 1, 4, "full")
+    moved = replace(deep, host=1 << 30)
+    plain, fake, real = measure(deep, 2048), measure(moved, 2048), measure(moved, 2048, fake=False)
+    assert fake.peak == pytest.approx(real.peak, rel=0.02)
+    hidden = 2048 // 4 * 64 * 2
+    assert plain.host == 0 and fake.host == real.host == 6 * hidden
+    assert plain.peak - fake.peak >= 4 * hidden * 0.98
+    assert "wait in host memory" in fake.note
+
+
+def test_host_memory_is_not_exceeded(group: None) -> None:
+    bound = 300_000
+    step = measure(setting(checkpoint="none", host=bound), 4096)
+    assert 0 < step.host <= bound
+
+
+def test_auto_uses_the_host_where_its_budget_asks_for_it(group: None) -> None:
+    whole = measure(setting(), 8192).peak
+    large = measure(setting(checkpoint="auto", budget=2 * whole, host=1 << 30), 8192)
+    assert large.host == 0 and large.peak == whole
+    deep = Setting(model_maker({**TINY, "num_hidden_layers": 6})[1], 1, 4, "full")
+    full = measure(deep, 8192).peak
+    tight = replace(deep, checkpoint="auto", budget=full - 300_000, host=1 << 30)
+    small = measure(tight, 8192)
+    assert small.host > 0 and small.peak < full
+
+
 def test_less_is_kept_where_more_runs_again(group: None) -> None:
     peaks = [measure(setting(checkpoint=c), 4096).peak for c in ("none", "sequence", "full")]
     assert peaks[0] > peaks[1] >= peaks[2]
@@ -87,6 +117,17 @@ def test_plan_is_a_table_that_names_what_takes_memory() -> None:
     assert "1,024 tokens" in text and "optimizer" in text and "fits" in text
 
 
+def test_plan_tells_of_host_memory() -> None:
+    found = autosp.plan(
+        {**TINY, "num_hidden_layers": 6}, (1, 4), gpu="a100-40gb", seq=4096, checkpoint="full",
+        host_memory=1 << 30, machine=2,
+    )  # fmt: skip
+    assert found.host == 1 << 29
+    assert "host memory of one rank" in str(found) and "512.0 MiB" in str(found)
+    with pytest.raises(UsageError, match="positive"):
+        autosp.plan(TINY, (1, 2), seq=512, host_memory=0)
+
+
 def test_presets_are_models_that_can_be_made() -> None:
     for name, sizes in presets().items():
         assert sizes["hidden_size"] % 64 == 0, name
@@ -117,5 +158,14 @@ def test_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     assert main(["plan", "--model", str(tmp_path), "--gpus", "4", "--sp", "2", "--seq", "512"]) == 0
     assert "peak of one GPU" in capsys.readouterr().out
+    host = ["--gpus", "2", "--seq", "512", "--offload", "--host-memory", "1.5GiB"]
+    assert main(["plan", "--model", str(tmp_path), *host]) == 0
+    assert "of 768.0 MiB" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "nothing", "--host-memory", "much"])
+    assert "is no size" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "nothing", "--host-memory", "1TiB"])
+    assert "goes with --offload" in capsys.readouterr().err
     assert main(["plan", "--model", "nothing"]) == 2
     assert "no model" in capsys.readouterr().err

@@ -22,6 +22,9 @@ MODES: dict[str, dict[str, Any]] = {
     "auto": {"checkpoint": "auto", "memory_budget": 150_000},
     "tiles": {"checkpoint": "full", "tile": 3},
     "tiles alone": {"tile": 2},
+    "full, offloaded": {"checkpoint": "full", "offload": 1 << 30},
+    "sequence, in part offloaded": {"checkpoint": "sequence", "offload": 10_000},
+    "auto, offloaded": {"memory_budget": 150_000, "offload": "auto"},
 }
 
 

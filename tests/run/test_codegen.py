@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosp_dtensor.checkpoint import Policy
+from autosp_dtensor.checkpoint import Host, Policy
 from autosp_dtensor.graph import facts
 from autosp_dtensor.lower import Collective
 from autosp_dtensor.run.codegen import Link
@@ -44,6 +44,7 @@ def bound(
         Constants(model),
         policy or Policy(),
     )
+    made.host = Host(1 << 30, "cpu") if made.policy.moves else None
     return _Binder(made, Link(group, rank, program.n)).bind(program.root, "")
 
 
