@@ -46,6 +46,7 @@ __all__ = [
     "all_gather_single",
     "compiled_from",
     "flatten_mesh",
+    "fsdp_begin_backward",
     "fsdp_groups",
     "fsdp_hooks_alone",
     "fsdp_owner",
@@ -174,6 +175,14 @@ def fsdp_owner(model: nn.Module, owner: nn.Module, name: str) -> tuple[Any, nn.P
     return None
 
 
+def fsdp_begin_backward(module: nn.Module) -> None:
+    """What FSDP2 does when backward comes to a result of the module: gather, and see to the end.
+    For results that autograd reaches past the module's own.
+    """
+    if isinstance(module, FSDPModule):
+        module._get_fsdp_state()._pre_backward(torch.empty(0))
+
+
 def fsdp_param_dtypes(model: nn.Module) -> Iterator[tuple[int, str, torch.dtype]]:
     """(id of module, parameter name, dtype in forward) of every parameter that FSDP2 manages."""
     for module in model.modules():
@@ -295,13 +304,23 @@ class LazyDTensor(DTensor):
 
     _made: torch.Tensor | None
     _make: Callable[[], torch.Tensor]
+    recipe: Any
 
     @classmethod
-    def like(cls, shown: DTensor, make: Callable[[], torch.Tensor]) -> LazyDTensor:
-        """shown: a DTensor without data (expanded from one number) of the same shape."""
+    def like(
+        cls, shown: DTensor, make: Callable[[], torch.Tensor], recipe: Any = None
+    ) -> LazyDTensor:
+        """shown: a DTensor without data (expanded from one number) of the same shape. recipe: for
+        those who can do with what it is made of; its `key` is part of a program's.
+        """
         lazy = cls(shown._local_tensor, shown._spec, requires_grad=False)  # type: ignore[call-arg]
-        lazy._made, lazy._make = None, make
+        lazy._made, lazy._make, lazy.recipe = None, make, recipe
         return lazy
+
+    @property
+    def pending(self) -> bool:
+        """Whether its local part is still to be made."""
+        return self._made is None
 
     @property
     def _local_tensor(self) -> Any:

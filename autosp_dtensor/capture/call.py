@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import fsdp_policy, hook_counts
+from .._torch import LazyDTensor, fsdp_policy, hook_counts
 from ..errors import CaptureError
 from ..graph import describe, meta_of
 from ..placement import Placement
@@ -53,7 +53,9 @@ class Call:
                 placed = next(tensors)
                 text = describe(meta_of(leaf), placed)
                 text += f" on {leaf.device.type}" if leaf.device.type != "cpu" else ""
-                parts.append(text + (" requires_grad" if leaf.requires_grad else ""))
+                text += " requires_grad" if leaf.requires_grad else ""
+                pending = isinstance(leaf, LazyDTensor) and leaf.pending
+                parts.append(text + (" not read yet" if pending else ""))
             elif is_plain(leaf):
                 parts.append(repr(leaf))
             else:
@@ -86,7 +88,12 @@ def read_call(
             placed = placement_of(leaf) if isinstance(leaf, DTensor) else None
             call.tensors.append(leaf)
             call.placements.append(placed)
-            parts.append((tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, placed))
+            recipe = None
+            if isinstance(leaf, LazyDTensor) and leaf.pending:
+                recipe = leaf.recipe.key
+            parts.append(
+                (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, placed, recipe)
+            )
         elif is_plain(leaf):
             parts.append((type(leaf), leaf))
         elif callable(leaf) and hasattr(leaf, "__qualname__"):

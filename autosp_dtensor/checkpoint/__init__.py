@@ -2,7 +2,7 @@
 
 from .choose import MODES, Checkpoint, Choice, Policy, needed, policy_of, whole_bytes
 from .cost import DEVICES, Device, flops_of, seconds_of
-from .defer import Deferred, Later
+from .defer import Deferred, Later, open_inputs
 from .frame import Frame, Recompute
 from .host import Host
 from .offload import moving_inputs, offloading
@@ -28,6 +28,7 @@ __all__ = [
     "moving_inputs",
     "needed",
     "offloading",
+    "open_inputs",
     "policy_of",
     "record",
     "run_fake",

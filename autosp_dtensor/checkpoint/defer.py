@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..graph import Origin, facts, result_nodes
+from ..graph import Origin, facts, result_nodes, set_facts
 from ..lower import Collective, Region
 from .chains import (
     WIDER,
@@ -26,7 +26,7 @@ from .chains import (
 )
 from .tile import LEAST_BYTES, Tile, make_tile, tile_count
 
-__all__ = ["Deferred", "Later", "defer_results"]
+__all__ = ["Deferred", "Later", "defer_results", "open_inputs"]
 
 
 @dataclass(eq=False)
@@ -41,11 +41,13 @@ class Later:
 class Deferred:
     """Makes a result's `Later` of what it is made of, as a node's target.
 
-    factor: what its incoming gradient is multiplied by. origins: of the inputs; parameters are gone
-    when FSDP2 reshards them, and others once the optimizer has run.
+    source: the operations, on whole local values. factor: what its incoming gradient is multiplied
+    by. origins: of the inputs; parameters are gone when FSDP2 reshards them, and others once the
+    optimizer has run.
     """
 
     tile: Tile
+    source: Graph
     factor: float
     origins: tuple[Origin | None, ...]
     __name__: str = "on_demand"
@@ -72,13 +74,12 @@ def defer_results(root: Region, results: int, height: int | None, *, grad: bool)
             continue
         count = tile_count(nodes, height)
         tile, inputs = make_tile(nodes, (source,), count)
+        origins = tuple(facts(n).origin for n in inputs)
+        made_of = Deferred(tile, _copied(nodes, inputs, source), factor, origins)
         with graph.inserting_before(output):
-            later = graph.call_function(
-                Deferred(tile, factor, tuple(facts(n).origin for n in inputs)), inputs
-            )
+            later = graph.call_function(made_of, inputs)
         changes = {"rule": None, "option": None, "bytes": 0, "aten": ()}
-        known = facts(source).having(**changes)
-        later.meta["autosp"] = known
+        set_facts(later, facts(source).having(**changes))
         result.replace_all_uses_with(later, delete_user_cb=lambda user: user is output)
         for node in dict.fromkeys((result, *reversed(nodes))):
             if not node.users and node.op == "call_function" and node is not later:
@@ -87,10 +88,61 @@ def defer_results(root: Region, results: int, height: int | None, *, grad: bool)
     return made
 
 
+def _copied(nodes: tuple[Node, ...], inputs: tuple[Node, ...], result: Node) -> Graph:
+    graph, made = Graph(), {}
+    for k, node in enumerate(inputs):
+        held = graph.placeholder(f"of_{k}")
+        set_facts(held, facts(node).having(origin=None))
+        made.setdefault(node, held)
+    for node in nodes:
+        made[node] = graph.node_copy(node, lambda n: made[n])
+        set_facts(made[node], facts(node))
+    set_facts(graph.output((made[result],)), facts(result))
+    return graph
+
+
+def open_inputs(root: Region, given: dict[int, Deferred]) -> None:
+    """Inputs of a program that are not made yet are made in it, of what they are made of.
+
+    given: by number of the input, whose placeholder goes; those that they are made of come after
+    all others, in the order of the inputs.
+    """
+    graph = root.graph
+    holders = [n for n in graph.nodes if n.op == "placeholder"]
+    inputs = holders[len(root.states) :]
+    last = holders[-1]
+    for number, deferred in sorted(given.items()):
+        made: dict[Node, Node] = {}
+        for node in deferred.source.nodes:
+            if node.op == "placeholder":
+                with graph.inserting_after(last):
+                    made[node] = last = graph.placeholder(f"{node.name}_of_{number}")
+                set_facts(made[node], facts(node))
+        after, result = last, result_nodes(next(reversed(deferred.source.nodes)))[0]
+        for node in deferred.source.nodes:
+            if node.op == "call_function":
+                with graph.inserting_after(after):
+                    made[node] = after = graph.node_copy(node, lambda n, made=made: made[n])
+                set_facts(made[node], facts(node))
+        # Gradients of a DTensor's parts are multiplied where it leaves a program and divided where
+        # it enters the next; it does neither.
+        (holder,) = [inputs[number]]
+        for user in [holder, *holder.users]:
+            if user is holder or _scales(user):
+                user.replace_all_uses_with(made[result], delete_user_cb=lambda u: not _scales(u))
+        for user in [*holder.users, holder]:
+            graph.erase_node(user)
+    graph.lint()
+
+
+def _scales(node: Node) -> bool:
+    return isinstance(node.target, Collective) and node.target.kind == "scale_grad"
+
+
 def _source(result: Node) -> tuple[float, Node]:
-    target = result.target
-    if isinstance(target, Collective) and target.kind == "scale_grad":
-        return target.factor, result.all_input_nodes[0]
+    if _scales(result):
+        assert isinstance(result.target, Collective)
+        return result.target.factor, result.all_input_nodes[0]
     return 1.0, result
 
 
@@ -123,8 +175,7 @@ def _wide_producers(graph: Graph, source: Node, least: int) -> tuple[Node, ...]:
 
 
 def _gives(node: Node) -> bool:
-    scales = isinstance(node.target, Collective) and node.target.kind == "scale_grad"
-    return node.op == "output" or (scales and all(u.op == "output" for u in node.users))
+    return node.op == "output" or (_scales(node) and all(u.op == "output" for u in node.users))
 
 
 def _is_cut(node: Node) -> bool:

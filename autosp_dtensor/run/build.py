@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Call, Captured, capture
-from ..checkpoint import Checkpoint, Device, Host, Policy, tile_free, tile_run_again
+from ..checkpoint import Checkpoint, Device, Host, Policy, open_inputs, tile_free, tile_run_again
 from ..errors import MeshError, PlacementError
 from ..lower import cut_regions, lower
 from ..place import place
@@ -21,6 +21,7 @@ from ..place.seeds import find_sequences, seed_inputs
 from ..placement import Shard
 from .budget import choose_policy
 from .constants import Constants
+from .lazy import openable
 from .program import Program
 from .traffic import traffic_of
 
@@ -66,11 +67,14 @@ def build(call: Call, mesh: DeviceMesh, options: Options, host: Host | None = No
     flat = lower(placed, mesh.size(), captured.fake_mode)
     root = cut_regions(flat, regions)
     grad = torch.is_grad_enabled()
+    made_here = openable(call) if options.tile != "none" else {}
+    open_inputs(root, made_here)
     tile_free(root, len(captured.template.tensors), options.tile, grad=grad)
     policy = choose_policy(root, captured, live, mesh, options) if grad else Policy()
     if options.tile == "auto" and tile_run_again(policy):
         policy = choose_policy(root, captured, live, mesh, options)
     program = Program(captured, placed, flat, root, mesh, live, constants, policy, grad=grad)
+    program.opened = frozenset(made_here)
     program.host = host if policy.moves else None
     program.bind()
     _log_summary(program, call, time.perf_counter() - started)

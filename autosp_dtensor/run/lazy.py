@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +12,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch import LazyDTensor, fsdp_owner, once_differentiable
+from .._torch import LazyDTensor, fsdp_begin_backward, fsdp_owner, once_differentiable
 from ..autocast import autocast_state, under
-from ..checkpoint import Later
+from ..capture import Call
+from ..checkpoint import Deferred, Later
 from ..errors import UsageError
-from ..graph import Meta, Origin, describe
+from ..graph import Meta, Origin, describe, facts
 from ..placement import Shard
 from .border import as_dtensor
 
-__all__ = ["lazy_dtensor"]
+__all__ = ["Recipe", "begins_backward", "lazy_dtensor", "openable", "opened"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,19 @@ class Held:
     @property
     def gone(self) -> bool:
         return self.tensor.numel() > 0 and not self.tensor.untyped_storage().nbytes()
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What a result is made of, and how. key: the same for results of one program."""
+
+    later: Later
+    held: list[Held]
+    name: str
+
+    @property
+    def key(self) -> Deferred:
+        return self.later.deferred
 
 
 def lazy_dtensor(
@@ -97,7 +112,8 @@ class _Made(torch.autograd.Function):
         shape[placement.dim] = placement.local(rank)
         stand_in = torch.empty((), dtype=meta.dtype, device=meta.device).expand(shape)
         make = _maker(call, held, ctx.autocast, name, describe(meta, placement))
-        lazy = LazyDTensor.like(as_dtensor(stand_in, mesh, meta, placement), make)
+        shown = as_dtensor(stand_in, mesh, meta, placement)
+        lazy = LazyDTensor.like(shown, make, Recipe(later, held, name))
         ctx.placements = lazy.placements
         if not meta.requires_grad:
             ctx.mark_non_differentiable(lazy)
@@ -120,26 +136,84 @@ def _maker(
     call: Any, held: list[Held], autocast: Any, name: str, shown: str
 ) -> Callable[[], torch.Tensor]:
     def make() -> torch.Tensor:
-        gone = [each for each in held if each.gone]
-        for each in held:
-            if each.changed or (each.gone and each.owner is None):
-                raise UsageError(
-                    f"{name} is read after what it is made of has changed.",
-                    where=name,
-                    have=f"{shown}, of a tensor {tuple(each.tensor.shape)} that was changed since",
-                    why="wide results (logits) are made when they are first read, so that a step "
-                    "need not hold them; now they would be others",
-                    fix="read them before the optimizer's step (.detach() is enough), or make all "
-                    'results at once: parallelize(..., tile="none")',
-                )
-        owners = list(dict.fromkeys(each.owner for each in gone))
-        try:
-            for owner in owners:
-                owner.unshard()
-            with under(autocast):
-                return call.run([each.tensor for each in held])[0]
-        finally:
-            for owner in owners:
-                owner.reshard()
+        with gathered(held, name, shown), under(autocast):
+            return call.run([each.tensor for each in held])[0]
 
     return make
+
+
+@contextlib.contextmanager
+def gathered(held: list[Held], name: str, shown: str) -> Iterator[None]:
+    """What a result is made of is there, and as it was."""
+    for each in held:
+        if each.changed or (each.gone and each.owner is None):
+            raise UsageError(
+                f"{name} is read after what it is made of has changed.",
+                where=name,
+                have=f"{shown}, of a tensor {tuple(each.tensor.shape)} that was changed since",
+                why="wide results (logits) are made when they are first read, so that a step "
+                "need not hold them; now they would be others",
+                fix="read them before the optimizer's step (.detach() is enough), or make all "
+                'results at once: parallelize(..., tile="none")',
+            )
+    owners = list(dict.fromkeys(each.owner for each in held if each.gone))
+    try:
+        for owner in owners:
+            owner.unshard()
+        yield
+    finally:
+        for owner in owners:
+            owner.reshard()
+
+
+def openable(call: Call) -> dict[int, Deferred]:
+    """The inputs of a call, by number, that its program can make of what they are made of."""
+    found = {}
+    for number, (tensor, placement) in enumerate(zip(call.tensors, call.placements, strict=True)):
+        if isinstance(tensor, LazyDTensor) and tensor.pending:
+            deferred: Deferred = tensor.recipe.key
+            if facts(next(reversed(deferred.source.nodes))).placement == placement:
+                found[number] = deferred
+    return found
+
+
+@contextlib.contextmanager
+def opened(lazy: list[LazyDTensor]) -> Iterator[list[torch.Tensor]]:
+    """What some results are made of, for a program that makes them itself.
+
+    Raises:
+        UsageError: as reading them does.
+    """
+    with contextlib.ExitStack() as stack:
+        for each in lazy:
+            recipe: Recipe = each.recipe
+            stack.enter_context(gathered(recipe.held, recipe.name, f"{tuple(each.shape)}"))
+        yield [t for each in lazy for t in each.recipe.later.tensors]
+
+
+def begins_backward(lazy: list[LazyDTensor], results: list[Any]) -> list[Any]:
+    """Results of such a program. Backward passes by the modules' own results, at which FSDP2 waits
+    to gather parameters and, at the end, to reduce gradients: it is told.
+    """
+    owners = list(
+        dict.fromkeys(h.owner for each in lazy for h in each.recipe.held if h.owner is not None)
+    )
+    asked = [k for k, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
+    if not owners or not asked:
+        return results
+    begun = dict(zip(asked, _Begin.apply(owners, *(results[k] for k in asked)), strict=True))
+    return [begun.get(k, result) for k, result in enumerate(results)]
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, owners: list[Any], *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.owners = owners
+        ctx.set_materialize_grads(False)
+        return tuple(result.detach() for result in results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any):
+        for owner in ctx.owners:
+            fsdp_begin_backward(owner)
+        return None, *grads

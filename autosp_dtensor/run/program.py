@@ -32,7 +32,7 @@ from ..placement import Placement, Shard, chunk_sizes
 from .border import as_dtensor, to_local
 from .codegen import Link, compile_part, compile_region
 from .constants import Constants
-from .lazy import lazy_dtensor
+from .lazy import begins_backward, lazy_dtensor, opened
 
 __all__ = ["Program"]
 
@@ -55,6 +55,7 @@ class Program:
     host: Host | None = None  # that values wait on
     _run: Callable[..., tuple[Any, ...]] | None = None
     _results: list[Any] = field(default_factory=list)
+    opened: frozenset[int] = frozenset()  # inputs that the program makes of what they are made of
     result_names: list[str] = field(default_factory=list)
 
     def bind(self) -> None:
@@ -127,7 +128,10 @@ class Program:
         """Run on the call's tensors; give back what the module's forward would."""
         assert self._run is not None
         forget_bands()
-        values = list(self._run(seed, *[to_local(t) for t in tensors]))
+        given = [to_local(t) for k, t in enumerate(tensors) if k not in self.opened]
+        lazy: list[Any] = [tensors[k] for k in sorted(self.opened)]
+        with opened(lazy) as made_of:
+            values = begins_backward(lazy, list(self._run(seed, *given, *made_of)))
         for index, (meta, placement) in enumerate(self._results):
             value = values[index]
             if isinstance(value, Later):

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from tests import models
 from tests.compare import assert_same_as_one_device
@@ -97,7 +99,7 @@ def targets_of(pattern: str, ids: Tensor) -> Tensor:
     return targets
 
 
-def loss_outside(rank: Rank, loss: Callable[..., Tensor], pattern: str) -> None:
+def loss_outside(rank: Rank, loss: Callable[..., Tensor], pattern: str, **options: Any) -> None:
     ids = models.random_ids()
     assert_same_as_one_device(
         rank,
@@ -106,10 +108,11 @@ def loss_outside(rank: Rank, loss: Callable[..., Tensor], pattern: str) -> None:
         rank.mesh(sp=rank.world_size),
         loss=loss,
         sharded=["logits"],
+        **options,
     )
 
 
-def loss_inside(rank: Rank, loss: Callable[..., Tensor], pattern: str) -> None:
+def loss_inside(rank: Rank, loss: Callable[..., Tensor], pattern: str, **options: Any) -> None:
     ids = models.random_ids()
     assert_same_as_one_device(
         rank,
@@ -117,6 +120,7 @@ def loss_inside(rank: Rank, loss: Callable[..., Tensor], pattern: str) -> None:
         {"ids": ids, "targets": targets_of(pattern, ids)},
         rank.mesh(sp=rank.world_size),
         sharded=["1"],
+        **options,
     )
 
 
@@ -150,6 +154,68 @@ def test_loss_over_whole_rows_outside_the_model(loss: Callable[..., Tensor]) -> 
 @pytest.mark.parametrize("loss", [*CROSS_ENTROPIES, *OTHERS], ids=name_of)
 def test_loss_inside_the_model(loss: Callable[..., Tensor]) -> None:
     run_on_ranks(loss_inside, loss, "uneven", n=2)
+
+
+def by_tiles(rank: Rank, loss: Callable[..., Tensor], inside: bool) -> None:
+    (loss_inside if inside else loss_outside)(rank, loss, "uneven", tile=3)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("loss", [*CROSS_ENTROPIES, *OTHERS], ids=name_of)
+def test_loss_by_tiles(loss: Callable[..., Tensor], inside: bool) -> None:
+    """A loss outside is given logits that are not made; read after backward, they are right."""
+    run_on_ranks(by_tiles, loss, inside, n=2)
+
+
+def tiled_loss_under_fsdp(rank: Rank, reshard: bool, blocks: bool, make: Callable[..., Any]) -> Any:
+    """Two steps; logits are read before the first backward (or never), after the second."""
+    import autosp_dtensor as autosp
+    from autosp_dtensor.errors import UsageError
+
+    mesh = rank.mesh(dp=1, sp=2)
+    ids = models.random_ids()
+    targets = targets_of("uneven", ids)
+    whole, split = ModelT(), ModelT()
+    over = autosp.fsdp_mesh(mesh)
+    for block in split.blocks if blocks else ():
+        fully_shard(block, mesh=over, reshard_after_forward=reshard)
+    split = fully_shard(autosp.parallelize(split, mesh, tile=3), mesh=over,
+                        reshard_after_forward=reshard)  # fmt: skip
+    loss = autosp.parallelize(make, mesh, tile=3)
+    steps = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, split)]
+    pending = []
+    for step in range(2):
+        want, got = whole(ids).logits, split(ids).logits
+        pending.append(got.pending)
+        (make(want, targets)).backward()
+        total = loss(got, targets)
+        pending.append(got.pending)
+        total.backward()
+        torch.testing.assert_close(got.full_tensor(), want)
+        held = dict(whole.named_parameters())
+        for name, p in split.named_parameters():
+            torch.testing.assert_close(p.grad.full_tensor(), held[name].grad, msg=f"{step} {name}")
+        for optimizer in steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    late = split(ids).logits
+    loss(split(ids).logits, targets).backward()
+    steps[1].step()
+    for read in (lambda: loss(late, targets), late.detach):
+        with pytest.raises(UsageError, match="has changed"):
+            read()
+    return pending
+
+
+@pytest.mark.parametrize("make", [CROSS_ENTROPIES[0], dpo], ids=name_of)
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "root alone"])
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+def test_loss_outside_of_a_sharded_model_by_tiles(
+    reshard: bool, blocks: bool, make: Callable[..., Tensor]
+) -> None:
+    """Backward reaches the model past its own results; FSDP2 gathers and reduces all the same."""
+    for pending in run_on_ranks(tiled_loss_under_fsdp, reshard, blocks, make, n=2):
+        assert pending == [True] * 4
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
