@@ -7,33 +7,27 @@ knows what a module is called.
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
 
 from ..capture.tap import Tap
 from ..capture.targets import Opaque
 from ..graph import facts, short_name
-from ..lower import local_meta
 from ..place.attention.rule import AttentionRule
-from ..place.rule import Local, Option, Slot
+from ..place.rule import Option
 from ..placement import Partial, Replicate, Shard
+from .grow import grow, join
+from .operands import is_part, local_bytes, operands, placements_of
 
 __all__ = [
     "WIDER",
     "Chain",
     "find_chains",
     "is_convex",
-    "is_part",
     "is_token_wise",
-    "local_bytes",
     "members_of",
-    "operands",
     "producers",
     "takes_as_made",
     "unit_of",
@@ -67,15 +61,6 @@ class Chain:
         return self.narrow * 64 <= self.bytes
 
 
-def local_bytes(node: Node) -> int:
-    """Bytes of a node's results on the first rank."""
-    known = facts(node)
-    return sum(
-        math.prod(local_meta(known, i, 0)) * meta.dtype.itemsize
-        for i, meta in enumerate(known.outs)
-    )
-
-
 def is_token_wise(node: Node) -> tuple[int, ...] | None:
     """The tokens of each rank that an operation works on, each by itself; None: it does not."""
     known = facts(node)
@@ -99,26 +84,30 @@ def is_token_wise(node: Node) -> tuple[int, ...] | None:
     return next(iter(sizes))
 
 
-def is_part(node: Node) -> bool:
-    """Whether a node takes one result of an operation that has several (chunk)."""
-    if node.target is not operator.getitem or facts(node).option is not None:
-        return False
-    (made,) = node.all_input_nodes
-    return made.op == "call_function" and facts(made).option is not None
-
-
-def find_chains(graph: Graph, least: int, base: Callable[[Node], Node | None]) -> Iterator[Chain]:
+def find_chains(
+    graph: Graph,
+    least: int,
+    base: Callable[[Node], Node | None],
+    kept: frozenset[Node] = frozenset(),
+) -> Iterator[Chain]:
     """Chains whose wide values take `least` bytes or more, those of one graph apart.
 
-    base: the operation that made the memory of a node's result.
+    base: the operation that made the memory of a node's result. kept: what is not to join a chain.
     """
     for sizes in dict.fromkeys(s for s in map(is_token_wise, graph.nodes) if s is not None):
         members = members_of(graph, sizes)
         unit = unit_of(graph, members, sizes)
         if not unit:
             continue
-        for group in _connected(wide_of(members, unit, least)):
-            chain = _chain(group, members, unit, base)
+        joining = members - kept
+        groups = [
+            _closed(group, members, unit) for group in _connected(wide_of(members, unit, least))
+        ]
+        grown = [
+            grow(nodes, joining) for nodes in groups if nodes and _chain(nodes, members, unit, base)
+        ]
+        for nodes in join(grown, joining):
+            chain = _chain(nodes, members, unit, base)
             if chain is not None and chain.bytes >= max(least, 1):
                 yield chain
 
@@ -187,20 +176,23 @@ def _connected(nodes: set[Node]) -> Iterator[set[Node]]:
         yield group
 
 
-def _chain(
-    group: set[Node], members: set[Node], unit: float, base: Callable[[Node], Node | None]
-) -> Chain | None:
-    """The chain around wide values; None where a wide value is taken by anything else."""
+def _closed(group: set[Node], members: set[Node], unit: float) -> set[Node]:
+    """Those that make wide values and all that take these; empty where anything else takes one."""
     nodes = set(group)
     for node in group:
         if local_bytes(node) > unit * WIDER:
             if any(user not in members for user in node.users):
-                return None
+                return set()
             nodes.update(node.users)
-    between = _between(nodes)
-    if not between <= members:
+    return nodes | _between(nodes)
+
+
+def _chain(
+    nodes: set[Node], members: set[Node], unit: float, base: Callable[[Node], Node | None]
+) -> Chain | None:
+    """A chain, if it pays: what comes out is less than half of what is wide inside."""
+    if not nodes | _between(nodes) <= members:
         return None
-    nodes |= between
     if not all(takes_as_made(node, nodes) for node in nodes):
         return None
     order = tuple(sorted(nodes))
@@ -219,30 +211,13 @@ def _chain(
     return Chain(order, tuple(inputs), outputs, inside, narrow)
 
 
-def operands(node: Node) -> list[Node | None]:
-    """The tensors of a lowered call by their number in its operation; None: it is taken no more."""
-    if is_part(node):
-        return [*node.all_input_nodes]
-    op, option = facts(node).option
-    local: Local = facts(node).rule.localize(op, option)
-    slots: list[Any] = []
-    values: list[Any] = []
-    map_aggregate((local.args, dict(local.kwargs)), slots.append)
-    map_aggregate((node.args, node.kwargs), values.append)
-    found = {s.index: v for s, v in zip(slots, values, strict=True) if isinstance(s, Slot)}
-    return [found.get(k) for k in range(len(option.ins))]
-
-
 def takes_as_made(node: Node, nodes: set[Node]) -> bool:
-    """Whether a node takes others of a chain by tokens, as they are made. (On one rank, a value
-    that is split is whole, too.)
-    """
+    """Whether a node takes others of a chain by tokens, as they are made."""
     if is_part(node):
         return node.all_input_nodes[0] in nodes
-    ins = facts(node).option[1].ins
     return all(
         facts(each).placement == placed
-        for each, placed in zip(operands(node), ins, strict=True)
+        for each, placed in zip(operands(node), placements_of(node), strict=True)
         if each is not None and each in nodes
     )
 

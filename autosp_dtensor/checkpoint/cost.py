@@ -14,7 +14,8 @@ from typing import Any
 from torch.fx import Node
 
 from ..graph import facts, short_name
-from ..lower import Collective, Drawn, local_meta
+from ..lower import Collective, local_meta
+from .kinds import inner, is_attention, is_product
 from .tile import Tile
 
 __all__ = ["DEVICES", "Device", "bytes_of", "flops_of", "is_attention", "is_product", "seconds_of"]
@@ -53,31 +54,6 @@ DEVICES: dict[str, Device] = {
     )
 }
 
-_ATTENTION = {"scaled_dot_product_attention", "tiled_attention", "flex_weights"}
-_PRODUCTS = {"linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "bilinear", "dot", "mv"}
-
-
-def is_attention(node: Node) -> bool:
-    """Whether a node is attention, whichever kernel runs it."""
-    target = _inner(node)
-    return short_name(target) in _ATTENTION or bool(getattr(target, "form", ""))
-
-
-def is_product(node: Node) -> bool:
-    """Whether a node multiplies matrices."""
-    name = short_name(_inner(node))
-    return name in _PRODUCTS or name.startswith("conv")
-
-
-def _inner(node: Node) -> Any:
-    """The function that is called, inside of what lowering put around it."""
-    target: Any = node.target
-    if isinstance(target, Drawn):
-        target = target.target
-    if getattr(target, "__name__", "") == "attend" and node.args and callable(node.args[0]):
-        target = node.args[0]
-    return target
-
 
 def flops_of(node: Node) -> float:
     """Multiplications and additions of one rank's forward."""
@@ -90,7 +66,7 @@ def flops_of(node: Node) -> float:
     out = local_meta(known, 0, 0)
     if is_attention(node):
         return _attention_flops(node, shapes)
-    name = short_name(_inner(node))
+    name = short_name(inner(node))
     if not is_product(node) or not shapes:
         return 0.0
     if name.startswith("conv"):
@@ -111,7 +87,7 @@ def _attention_flops(node: Node, shapes: list[tuple[int, ...]]) -> float:
     Source: Dao et al., FlashAttention, arXiv:2205.14135, counts so.
     """
     query, *others = shapes
-    call: Any = getattr(_inner(node), "form", "")
+    call: Any = getattr(inner(node), "form", "")
     if call:  # [.., S, H, D]
         tokens = math.prod(query[:-1])
         whole = math.prod(others[0][:-2]) if others else tokens
@@ -120,7 +96,7 @@ def _attention_flops(node: Node, shapes: list[tuple[int, ...]]) -> float:
     lead, (s, d) = math.prod(query[:-2]), query[-2:]
     keys = others[0][-2] if others else s
     values = others[1][-1] if len(others) > 1 else d
-    causal = node.kwargs.get("is_causal") or short_name(_inner(node)) == "tiled_attention"
+    causal = node.kwargs.get("is_causal") or short_name(inner(node)) == "tiled_attention"
     return 2.0 * lead * s * keys * (d + values) * (0.5 if causal else 1.0)
 
 

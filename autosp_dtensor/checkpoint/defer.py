@@ -17,13 +17,13 @@ from ..lower import Collective, Region
 from .chains import (
     WIDER,
     is_token_wise,
-    local_bytes,
     members_of,
     producers,
     takes_as_made,
     unit_of,
     wide_of,
 )
+from .operands import local_bytes
 from .tile import LEAST_BYTES, Tile, make_tile, tile_count
 
 __all__ = ["Deferred", "Later", "defer_results", "open_inputs"]

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from ..graph import Meta, facts, set_facts
 from ..place.rule import fill
 from ..placement import Placement, Shard, balanced_sizes
-from .chains import is_part, local_bytes, operands
+from .operands import is_part, local_bytes, operands, placements_of
 from .steps import Steps
 from .tiled import TiledCall
 
@@ -94,7 +94,7 @@ def make_tile(
     for node in nodes:  # inputs first: fx wants placeholders before all else
         if is_part(node):
             continue
-        for each, placed in zip(operands(node), facts(node).option[1].ins, strict=True):
+        for each, placed in zip(operands(node), placements_of(node), strict=True):
             if each is not None and each not in nodes and (each, placed) not in given:
                 given[each, placed] = body.placeholder(f"{each.name}_{len(given)}")
                 known = facts(each).having(placements=_refined((placed,), count))

@@ -49,16 +49,24 @@ def tile_run_again(policy: Policy) -> int:
             continue
         nodes = list(region.graph.nodes)
         kept = {nodes[k] for k in choice.keep}
-        made += tile_chains(region, None, lambda c, kept=kept: not kept & {*c.nodes})
+        made += tile_chains(
+            region, None, lambda c, kept=kept: not kept & {*c.nodes}, frozenset(kept)
+        )
     return made
 
 
-def tile_chains(region: Region, height: int | None, wanted: Callable[[Chain], bool]) -> int:
+def tile_chains(
+    region: Region,
+    height: int | None,
+    wanted: Callable[[Chain], bool],
+    kept: frozenset[Node] = frozenset(),
+) -> int:
     """Put tiles in the place of a region's chains that are wanted.
 
     Args:
         height: tokens of a tile; None: as many as keep matrix products and fp32 sums of weights'
             gradients efficient, for chains that are large.
+        kept: operations that are not to join a chain.
 
     Returns:
         how many there are.
@@ -70,7 +78,7 @@ def tile_chains(region: Region, height: int | None, wanted: Callable[[Chain], bo
     while True:
         made = 0
         gone: set[Node] = set()
-        for chain in list(find_chains(region.graph, least, lambda n: base.get(n, n))):
+        for chain in list(find_chains(region.graph, least, lambda n: base.get(n, n), kept)):
             if gone & {*chain.nodes, *chain.inputs} or not wanted(chain) or not is_convex(chain):
                 continue
             count = tile_count((*chain.nodes, *chain.inputs), height)

@@ -115,7 +115,7 @@ def test_one_sum_has_its_gradients_in_forward(name: str) -> None:
     of."""
     program = lowered(Model(LOSSES[name], give=False), (IDS, TARGET), 2, tile=4)
     (found,) = tiles(program)
-    alone = name not in ("with z-loss", "each", "chosen tokens")
+    alone = name not in ("with z-loss", "chosen tokens")
     assert found.sums_once == alone
 
 
@@ -183,8 +183,14 @@ class Norm(nn.Module):
 
 
 MLPS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "gated": (lambda: Gated(False, F.silu), ["linear", "silu", "linear", "mul", "linear"]),
-    "with biases": (lambda: Gated(True, F.gelu), ["linear", "gelu", "linear", "mul", "linear"]),
+    "gated": (
+        lambda: Gated(False, F.silu),
+        ["rms_norm", "linear", "silu", "linear", "mul", "linear", "add"],
+    ),
+    "with biases": (
+        lambda: Gated(True, F.gelu),
+        ["rms_norm", "linear", "gelu", "linear", "mul", "linear", "add"],
+    ),
     "gate and up in one": (Fused, []),
     "a sum beside": (Plain, []),
 }
@@ -227,6 +233,27 @@ def test_narrow_value_between_wide_ones_is_in_the_tile() -> None:
     program = assert_program_equals_whole(Stack(Norm), (IDS,), 2, tile=3)
     assert len(tiles(program)) == 2
     assert {"rsqrt", "mean"} <= {*inside(program)}
+
+
+class NormedMLP(nn.Module):
+    """A norm by hand before an MLP, and the sum with what came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+def test_norm_and_residual_join_the_mlp() -> None:
+    """All of it is one tile: its input and its output are all that backward holds."""
+    program = assert_program_equals_whole(Stack(NormedMLP).double(), (IDS,), 2, tile=3)
+    assert len(tiles(program)) == 2
+    assert set(names(program)) <= {"slice", "embedding", "cos", "scale_grad", "getitem"}
+    for found in tiles(program):
+        assert sum(cut is not None for cut in found.cuts) == 1
 
 
 def test_small_chains_are_left_alone_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
