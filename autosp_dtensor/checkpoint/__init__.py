@@ -3,6 +3,7 @@
 from .choose import MODES, Checkpoint, Choice, Policy, needed, policy_of, whole_bytes
 from .cost import DEVICES, Device, flops_of, seconds_of
 from .frame import Frame, Recompute
+from .peak import backward_peak
 from .record import Record, record, run_fake
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Policy",
     "Recompute",
     "Record",
+    "backward_peak",
     "flops_of",
     "needed",
     "policy_of",
