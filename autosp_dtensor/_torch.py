@@ -301,14 +301,24 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-def memory_tracker(model: nn.Module, optimizer: Any, see: Callable[[dict[Any, int]], None]) -> Any:
+def memory_tracker(
+    model: nn.Module,
+    optimizer: Any,
+    see: Callable[[dict[Any, int]], None],
+    counts: Callable[[], bool],
+) -> Any:
     """FSDP2's memory tracker, which calls `see` with the live bytes by kind after each operation.
+    While `counts()` is false, what is made takes no memory.
 
     torch's own keeps peaks of every module, which takes more time than the operations do.
     """
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     class Tracker(FSDPMemTracker):
+        def _track(self, reftype: Any, t: torch.Tensor) -> None:
+            if counts():
+                super()._track(reftype, t)
+
         def _update_peak_stats(self, peak_state: Any) -> None:
             for each in self._curr_mem_snap.values():
                 see(each)  # type: ignore[arg-type]

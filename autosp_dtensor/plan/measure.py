@@ -21,7 +21,7 @@ from ..errors import UsageError
 from ..mesh import fsdp_mesh
 from ..run import block_paths
 
-__all__ = ["Scheme", "Setting", "Step", "fake_group", "measure"]
+__all__ = ["Scheme", "Setting", "Step", "fake_group", "measure", "uncounted"]
 
 _KINDS = {
     "SHARDED_PARAM": "parameters",
@@ -96,6 +96,19 @@ def fake_group(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+_uncounted: list[None] = []
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Inside, what operations make takes no memory: values that a compiler keeps in registers."""
+    _uncounted.append(None)
+    try:
+        yield
+    finally:
+        _uncounted.pop()
+
+
 def measure(setting: Setting, length: int, *, fake: bool = True, history: bool = False) -> Step:
     """Run a step inside a `fake_group` and watch its memory.
 
@@ -128,7 +141,7 @@ def measure(setting: Setting, length: int, *, fake: bool = True, history: bool =
         if not setting.accumulated:
             optimizer.zero_grad()
         watch = _Watch(history)
-        tracker = memory_tracker(model, optimizer, watch.see)
+        tracker = memory_tracker(model, optimizer, watch.see, lambda: not _uncounted)
         tracker.track_inputs(tuple(inputs.values()))
         with tracker:
             _step(model, optimizer, inputs)

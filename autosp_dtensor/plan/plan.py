@@ -116,34 +116,3 @@ def plan(
             return Plan(name, dp * sp, gpu, sp, capacity, at(seq), None)
         step = longest(at, capacity, 1024 * sp)
         return Plan(name, dp * sp, gpu, sp, capacity, step, step.length)
-
-
-def longest(at: Callable[[int], Step], capacity: int, unit: int) -> Step:
-    """The longest length, in whole units, whose peak stays below the capacity.
-
-    Peaks grow almost linearly with the length, so the line through two lengths finds the next
-    guess; what it misses is found by halving. Within 2% of the answer it stops.
-    """
-    low = at(unit)
-    if low.peak > capacity:
-        return low
-    high: Step | None = None
-    guess = 2 * unit
-    while high is None or high.length - low.length > max(unit, low.length // 50):
-        step = at(guess)
-        if step.peak <= capacity:
-            slope = max((step.peak - low.peak) / (step.length - low.length), 1e-9)
-            low = step
-            guess = int(low.length + 0.995 * (capacity - low.peak) / slope)
-        else:
-            high = step
-            slope = max((step.peak - low.peak) / (step.length - low.length), 1e-9)
-            guess = int(low.length + 0.995 * (capacity - low.peak) / slope)
-        guess = guess // unit * unit
-        if high is None:
-            guess = min(max(guess, low.length + unit), 8 * low.length)
-        elif not low.length < guess < high.length:
-            guess = (low.length + high.length) // 2 // unit * unit
-            if not low.length < guess < high.length:
-                break
-    return low
