@@ -1,6 +1,6 @@
 """The longest sequence that trains on 8 x A100-80GB, by the planner, for the paper's four models.
 
-    python benchmarks/max_length.py [--models llama-3.1-8b ...] [--rows TEXT ...] [--quick] [--again]
+    python benchmarks/max_length.py [--models NAME ...] [--rows TEXT ...] [--quick] [--again]
 
 Every row: FSDP2 on blocks and root over all GPUs, parameters and AdamW in fp32, compute in bf16,
 one row of tokens (of each sp group; FSDP2 alone has one on each GPU). The step runs on tensors
@@ -64,15 +64,22 @@ def search(model: str, row: dict[str, Any], quick: bool) -> Step:
 
     def tell(step: Step, layers: int) -> None:
         of = f"{layers} layers" if layers else "whole"
-        sys.stderr.write(
-            f"    {step.length:>9,} tokens, {of}: {step.peak / 2**30:.1f} GiB, {step.seconds:.0f} s\n"
-        )
+        peak = f"{step.peak / 2**30:.1f} GiB"
+        sys.stderr.write(f"    {step.length:>9,} tokens, {of}: {peak}, {step.seconds:.0f} s\n")
 
     def shallow(layers: int) -> Any:
         return model_maker({**config, "num_hidden_layers": layers})[1]
 
     with fake_group(GPUS):
         return find(setting, capacity, tell, shallow, config["num_hidden_layers"])
+
+
+def is_fresh(known: Any, row: dict[str, Any], now: dict[str, str]) -> bool:
+    """Whether a kept result is that of the code as it is. Baselines run none of the package's."""
+    if known is None:
+        return False
+    names = [name for name in now if name != "autosp" or "scheme" not in row]
+    return all(known["versions"].get(name) == now[name] for name in names)
 
 
 def kept_results() -> dict[str, Any]:
@@ -90,9 +97,7 @@ def table(model: str, found: dict[str, Any]) -> str:
         if row not in found:
             continue
         each = found[row]
-        ratios = [
-            f"{each['length'] / found[to]['length']:.2f}" if to in found else "" for to in TO
-        ]
+        ratios = [f"{each['length'] / found[to]['length']:.2f}" if to in found else "" for to in TO]
         kinds = sorted(each["kinds"].items(), key=lambda pair: -pair[1])
         parts = ", ".join(f"{k} {v / 2**30:.1f}" for k, v in kinds if v >= 2**30 // 2)
         said = f"{each['length']:,}" if each["fits"] else f"less than {each['length']:,}"
@@ -121,7 +126,10 @@ def main() -> None:
             known = results.get(name)
             fresh = known and (
                 known["versions"] == ran_with
-                or ("scheme" in row and {**known["versions"], "autosp": ""} == {**ran_with, "autosp": ""})
+                or (
+                    "scheme" in row
+                    and {**known["versions"], "autosp": ""} == {**ran_with, "autosp": ""}
+                )
             )
             if (fresh and not options.again) or not any(text in name for text in options.rows):
                 continue

@@ -9,8 +9,9 @@ from typing import Any
 from ..checkpoint import DEVICES
 from ..errors import UsageError
 from ..run.traffic import size_text
-from .configs import model_maker
+from .configs import model_maker, shallow_maker
 from .measure import Setting, Step, fake_group, measure
+from .search import find
 
 __all__ = ["Plan", "plan"]
 
@@ -61,6 +62,7 @@ def plan(
     seq: int | None = None,
     checkpoint: Any = "auto",
     batch: int = 1,
+    history: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Memory of one training step, from the very program that would run, on tensors without data.
@@ -76,7 +78,8 @@ def plan(
         seq: the length to plan for; None: the longest that fits is looked for.
         checkpoint: as in `parallelize`; "auto" plans with this GPU's memory.
         batch: rows of each sp group.
-        progress: called with a line of text for each length that is tried.
+        history: keep bytes by kind after each operation in `step.history`: the step runs once more.
+        progress: called with a line of text for each step that was measured.
 
     Returns:
         a Plan: print it.
@@ -105,14 +108,15 @@ def plan(
     capacity = int(DEVICES[gpu].size * _USABLE)
     setting = Setting(make, dp, sp, checkpoint, capacity, batch, device=DEVICES[gpu])
     tell = progress or (lambda text: None)
+
+    def told(step: Step, layers: int = 0) -> None:
+        of = f" with {layers} layers" if layers else ""
+        tell(f"{step.length:>12,} tokens{of}: {size_text(step.peak)} ({step.seconds:.0f} s)")
+
     with fake_group(dp * sp):
-
-        def at(length: int) -> Step:
-            step = measure(setting, length)
-            tell(f"{length:>12,} tokens: {size_text(step.peak)} ({step.seconds:.0f} s)")
-            return step
-
-        if seq is not None:
-            return Plan(name, dp * sp, gpu, sp, capacity, at(seq), None)
-        step = longest(at, capacity, 1024 * sp)
-        return Plan(name, dp * sp, gpu, sp, capacity, step, step.length)
+        found = None if seq else find(setting, capacity, told, *shallow_maker(model))
+        step = found
+        if step is None or history:
+            step = measure(setting, step.length if step else seq or 1, history=history)
+            told(step)
+    return Plan(name, dp * sp, gpu, sp, capacity, step, found.length if found else None)

@@ -60,21 +60,24 @@ def find(
 
     lengths = [32 * unit, 128 * unit]
     peaks = [deep(length) for length in lengths]
-    for _ in range(2):
-        slope = (peaks[-1] - peaks[-2]) / (lengths[-1] - lengths[-2])
-        guess = int(lengths[-1] + (capacity - peaks[-1]) / max(slope, 1e-9)) // unit * unit
-        if guess <= unit:
-            return longest(at, capacity, unit)
-        if guess in lengths or len(lengths) == 3:
-            break
+    guess, slope = _crossing(lengths, peaks, capacity, unit)
+    if guess > unit and guess not in lengths:
         lengths.append(guess)
         peaks.append(deep(guess))
-    step = at(guess)
-    said = peaks[-1] + slope * (guess - lengths[-1])
+        guess, slope = _crossing(lengths, peaks, capacity, unit)
+    step = at(max(unit, guess))
+    said = peaks[-1] + slope * (step.length - lengths[-1])
     if step.peak <= capacity and abs(said - step.peak) <= _AGREES * step.peak:
         return step
-    known = {guess: step}
-    return longest(lambda n: known.get(n) or at(n), capacity, unit, guess)
+    known = {step.length: step}
+    return longest(lambda n: known.get(n) or at(n), capacity, unit, step.length)
+
+
+def _crossing(lengths: list[int], peaks: list[int], capacity: int, unit: int) -> tuple[int, float]:
+    """(the last whole unit below which the line through the two latest points stays within the
+    capacity, bytes per token on it)."""
+    slope = max((peaks[-1] - peaks[-2]) / (lengths[-1] - lengths[-2]), 1e-9)
+    return int(lengths[-1] + (capacity - peaks[-1]) / slope) // unit * unit, slope
 
 
 def _phases(step: Step) -> tuple[int, int, int]:

@@ -51,8 +51,8 @@ class Baseline:
 def split_rows(
     ids: torch.Tensor, labels: torch.Tensor, rank: int, n: int
 ) -> dict[str, torch.Tensor]:
-    """What rank `rank` of n is called with: its part of the sequence, labels shifted before the cut,
-    positions of the whole, and the count of all targets: gradients are to be summed over ranks
+    """What rank `rank` of n is called with: its part of the sequence, labels shifted before the
+    cut, positions of the whole, and the count of all targets: gradients are to be summed over ranks
     (FSDP2: `set_gradient_divide_factor`).
     """
     shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
