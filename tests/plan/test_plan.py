@@ -140,6 +140,13 @@ def test_presets_are_models_that_can_be_made() -> None:
         assert sizes["num_attention_heads"] % sizes["num_key_value_heads"] == 0, name
 
 
+@pytest.mark.parametrize("name", ["llama-3.1-70b", "qwen3-8b", "qwen3-32b"])
+def test_presets_are_planned(name: str) -> None:
+    """One layer of each family and size: heads, head sizes and norms of its own."""
+    found = autosp.plan({**presets()[name], "num_hidden_layers": 1}, (1, 8), seq=4096)
+    assert found.fits and found.step.kinds["optimizer"] > 0
+
+
 def test_config_files_are_read_as_data(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({**TINY, "auto_map": {"AutoModelForCausalLM": "evil.Model"}})
