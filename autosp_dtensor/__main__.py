@@ -1,4 +1,4 @@
-"""python -m autosp_dtensor plan --model NAME --gpus 8 --gpu a100-80gb"""
+"""python -m autosp_dtensor plan --model NAME --gpus 8 --gpu a100-80gb [--plot out.png]"""
 
 from __future__ import annotations
 
@@ -8,12 +8,32 @@ import sys
 
 from .checkpoint import DEVICES, MODES
 from .errors import AutoSPError
-from .plan import plan
+from .plan import Plan, plan
 from .plan.configs import presets
+from .plan.plot import draw
 
 
-def _tell(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+class _Progress:
+    """Steps that were measured: a bar on a terminal, lines elsewhere."""
+
+    usual = 7  # six of models with few layers and one of the whole; a search may take more
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, text: str) -> None:
+        self.count += 1
+        if not sys.stderr.isatty():
+            sys.stderr.write(f"{text}\n")
+            return
+        full = min(self.count, self.usual)
+        bar = "#" * full + "." * (self.usual - full)
+        sys.stderr.write(f"\r\033[K[{bar}] {text.strip()}")
+        sys.stderr.flush()
+
+    def done(self) -> None:
+        if self.count and sys.stderr.isatty():
+            sys.stderr.write("\n")
 
 
 def _bytes(text: str) -> int:
@@ -48,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
     planned.add_argument("--host-memory", type=_bytes, metavar="SIZE",
                          help="of one machine, for --offload: 900GiB; 1TiB by default")  # fmt: skip
     planned.add_argument("--machine", type=int, default=8, help="GPUs that share it")
+    planned.add_argument("--plot", metavar="FILE",
+                         help="a picture of the step, and of lengths by checkpoint")  # fmt: skip
     given = parser.parse_args(arguments)
     sp = given.gpus if given.sp is None else given.sp
     if given.gpus < 1 or sp < 1 or given.gpus % sp:
@@ -56,16 +78,32 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--host-memory goes with --offload")
     host = (given.host_memory or 1 << 40) if given.offload else None
     logging.getLogger("autosp_dtensor").setLevel(logging.ERROR)
-    try:
-        found = plan(
-            given.model, (given.gpus // sp, sp), gpu=given.gpu, seq=given.seq,
-            checkpoint=given.checkpoint, batch=given.batch,
-            host_memory=host, machine=given.machine,
-            progress=_tell,
+    progress = _Progress()
+
+    def planned_for(checkpoint: str, seq: int | None, history: bool) -> Plan:
+        return plan(
+            given.model, (given.gpus // sp, sp), gpu=given.gpu, seq=seq, checkpoint=checkpoint,
+            batch=given.batch, host_memory=host, machine=given.machine, history=history,
+            progress=progress,
         )  # fmt: skip
+
+    try:
+        found = planned_for(given.checkpoint, given.seq, bool(given.plot))
+        if given.plot:
+            lengths = {}
+            if given.seq is None:
+                lengths = {
+                    mode: found.step.length
+                    if mode == given.checkpoint
+                    else planned_for(mode, None, False).step.length
+                    for mode in MODES
+                }
+            draw(given.plot, found, lengths)
     except AutoSPError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    finally:
+        progress.done()
     sys.stdout.write(f"{found}\n")
     return 0 if found.fits else 1
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "FsdpParameter",
     "LazyDTensor",
     "OpOverload",
     "TorchDispatchMode",
@@ -45,18 +47,20 @@ __all__ = [
     "UnsupportedOperatorException",
     "all_gather_single",
     "compiled_from",
+    "fake_store",
     "flatten_mesh",
     "fsdp_begin_backward",
     "fsdp_groups",
     "fsdp_hooks_alone",
     "fsdp_owner",
     "fsdp_param_dtypes",
+    "fsdp_parameters",
     "fsdp_policy",
     "function_apply",
     "functions_run_by",
     "has_backward_hooks_on_all",
     "hook_counts",
-    "memory_tools",
+    "memory_tracker",
     "module_hook_dicts",
     "neg_view",
     "no_torch_function",
@@ -199,6 +203,35 @@ def fsdp_param_dtypes(model: nn.Module) -> Iterator[tuple[int, str, torch.dtype]
                     yield id(shared), name, dtype
 
 
+@dataclass(frozen=True)
+class FsdpParameter:
+    """One parameter of a module that FSDP2 manages.
+
+    part: this rank's. tensors: what the module may hold for it, its part or the whole. gathered,
+    reduced: bytes of the whole in forward, and of its gradient as it is reduced.
+    """
+
+    part: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    gathered: int
+    reduced: int
+
+
+def fsdp_parameters(module: nn.Module) -> list[FsdpParameter]:
+    """What FSDP2 manages together with this module."""
+    found = []
+    for group in fsdp_groups(module):
+        for managed in group.fsdp_params:
+            part, policy = managed.sharded_param, managed.mp_policy
+            whole = getattr(managed, "_unsharded_param", None)
+            count = managed._orig_size.numel()
+            dtype = policy.param_dtype or part.dtype
+            reduced = (policy.reduce_dtype or dtype).itemsize * part.requires_grad
+            tensors = (part,) if whole is None else (part, whole)
+            found.append(FsdpParameter(part, tensors, count * dtype.itemsize, count * reduced))
+    return found
+
+
 # torch 2.13 renamed both and warns about the old names, which are all that 2.11 has.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -287,12 +320,36 @@ NON_REENTRANT = next(
 )
 
 
-def memory_tools() -> tuple[Any, Any]:
-    """(the store of a fake process group, FSDP2's memory tracker): only plans import them."""
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+def fake_store() -> Any:
+    """The store of a fake process group: only plans need one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    return FakeStore, FSDPMemTracker
+    return FakeStore()
+
+
+def memory_tracker(
+    model: nn.Module,
+    optimizer: Any,
+    see: Callable[[dict[Any, int]], None],
+    counts: Callable[[], bool],
+) -> Any:
+    """FSDP2's memory tracker, which calls `see` with the live bytes by kind after each operation.
+    While `counts()` is false, what is made takes no memory.
+
+    torch's own keeps peaks of every module, which takes more time than the operations do.
+    """
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    class Tracker(FSDPMemTracker):
+        def _track(self, reftype: Any, t: torch.Tensor) -> None:
+            if counts():
+                super()._track(reftype, t)
+
+        def _update_peak_stats(self, peak_state: Any) -> None:
+            for each in self._curr_mem_snap.values():
+                see(each)  # type: ignore[arg-type]
+
+    return Tracker(model, optimizer)  # type: ignore[arg-type]
 
 
 class LazyDTensor(DTensor):

@@ -6,6 +6,7 @@ from .defer import Deferred, Later, open_inputs
 from .frame import Frame, Recompute
 from .host import Host
 from .offload import moving_inputs, offloading
+from .peak import backward_peak
 from .record import Record, record, run_fake
 from .tile import Tile
 from .tiling import tile_chains, tile_free, tile_run_again
@@ -24,6 +25,7 @@ __all__ = [
     "Recompute",
     "Record",
     "Tile",
+    "backward_peak",
     "flops_of",
     "moving_inputs",
     "needed",

@@ -22,10 +22,12 @@ def grow(nodes: set[Node], joining: set[Node]) -> set[Node]:
     Args:
         joining: the token-wise operations that may.
     """
-    nodes = set(nodes)
-    while found := _before(nodes, joining) or _after(nodes, joining):
-        nodes.add(found)
-    return nodes
+    while True:
+        grown = _with_producers(nodes, joining)
+        found = _after(grown, joining)
+        if found is None:
+            return grown
+        nodes = grown | {found}
 
 
 def join(chains: list[set[Node]], joining: set[Node]) -> list[set[Node]]:
@@ -67,15 +69,20 @@ def _input_bytes(nodes: set[Node]) -> int:
     return sum(map(local_bytes, _inputs(nodes)))
 
 
-def _before(nodes: set[Node], joining: set[Node]) -> Node | None:
-    inputs = _inputs(nodes)
-    for node in inputs & joining:
-        if is_product(node) or any(user not in nodes for user in node.users):
-            continue
-        new = parts_of(node) - inputs - nodes
-        if sum(map(local_bytes, new)) <= local_bytes(node):
-            return node
-    return None
+def _with_producers(nodes: set[Node], joining: set[Node]) -> set[Node]:
+    """With what its inputs are made of, as far back as that takes the fewest bytes (a norm takes
+    its input and a statistic of it, which is made of its input).
+    """
+    best, least = set(nodes), _input_bytes(nodes)
+    tried = set(nodes)
+    while True:
+        inputs = sorted(_inputs(tried) & joining, reverse=True)
+        found = next((n for n in inputs if not is_product(n) and {*n.users} <= tried), None)
+        if found is None:
+            return best
+        tried.add(found)
+        if (now := _input_bytes(tried)) <= least:
+            best, least = set(tried), now
 
 
 def _after(nodes: set[Node], joining: set[Node]) -> Node | None:

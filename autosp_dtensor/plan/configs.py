@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import UsageError
 
-__all__ = ["model_maker", "presets"]
+__all__ = ["model_maker", "presets", "shallow_maker"]
 
 
 def presets() -> dict[str, dict[str, Any]]:
@@ -27,17 +27,35 @@ def model_maker(model: Any) -> tuple[str, Callable[[], nn.Module]]:
     """
     if callable(model):
         return getattr(model, "__name__", "model"), cast(Callable[[], nn.Module], model)
+    name, config = _named_config(model)
+    return name, lambda: _from_config(config)
+
+
+def shallow_maker(model: Any) -> tuple[Callable[[int], Callable[[], nn.Module]] | None, int]:
+    """(what makes the same model with so many layers, how many it has).
+
+    (None, 0) where the config does not say that all layers are alike, or there is no config.
+    """
+    if callable(model):
+        return None, 0
+    _, config = _named_config(model)
+    layers = config.get("num_hidden_layers")
+    if not isinstance(layers, int) or "layer_types" in config:
+        return None, 0
+    return lambda count: lambda: _from_config({**config, "num_hidden_layers": count}), layers
+
+
+def _named_config(model: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(model, dict):
-        return str(model.get("model_type", "model")), lambda: _from_config(model)
+        return str(model.get("model_type", "model")), model
     known = presets()
     if model in known:
-        return str(model), lambda: _from_config(known[model])
+        return str(model), known[model]
     path = Path(str(model))
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        config = json.loads(path.read_text())
-        return path.parent.name or path.stem, lambda: _from_config(config)
+        return path.parent.name or path.stem, json.loads(path.read_text())
     raise UsageError(
         f"there is no model {model!r} to plan for.",
         where="autosp.plan",

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from .._torch import FakeTensorMode, memory_tools
+from .._torch import FakeTensorMode, fake_store, memory_tracker
 from ..api import explain, forward_of, parallelize
 from ..checkpoint import Device
 from ..errors import UsageError
 from ..mesh import fsdp_mesh
 from ..run import block_paths
 
-__all__ = ["Setting", "Step", "fake_group", "measure"]
+__all__ = ["Scheme", "Setting", "Step", "fake_group", "measure", "uncounted"]
 
 _KINDS = {
     "SHARDED_PARAM": "parameters",
@@ -38,12 +38,18 @@ _KINDS = {
 }
 
 
+# Makes a model ready for its ranks, and gives what to call it with: (model, mesh, ids) -> inputs.
+Scheme = Callable[[nn.Module, DeviceMesh, torch.Tensor], dict[str, torch.Tensor]]
+
+
 @dataclass(frozen=True)
 class Setting:
     """What is planned: FSDP2 on blocks and root over dp x sp, AdamW in fp32, compute in `dtype`.
 
     sp=1 is FSDP2 alone. budget: bytes that "auto" may plan with. device: whose figures it plans
-    with. host: bytes of host memory of each rank, 0 for none.
+    with. host: bytes of host memory of each rank, 0 for none. tile: as in `parallelize`.
+    accumulated: gradients of an earlier batch are there. scheme: how the model is split instead of
+    by `parallelize`, to compare with.
     """
 
     make: Callable[[], nn.Module]
@@ -55,12 +61,17 @@ class Setting:
     dtype: torch.dtype = torch.bfloat16
     device: Device | None = None
     host: int = 0
+    tile: str | int = "auto"
+    accumulated: bool = False
+    scheme: Scheme | None = None
 
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes of one rank at the peak of a step, by kind, and what `explain` says of memory. host:
-    bytes in host memory, at their own peak.
+    """Bytes of one rank at the peak of a step, by kind, and what `explain` says of memory.
+
+    host: bytes in host memory, at their own peak. history: bytes by kind after each operation, if
+    they were asked for.
     """
 
     length: int
@@ -69,6 +80,7 @@ class Step:
     note: str
     seconds: float
     host: int = 0
+    history: tuple[dict[str, int], ...] = ()
 
 
 @contextlib.contextmanager
@@ -82,18 +94,31 @@ def fake_group(size: int) -> Iterator[None]:
             why="it makes a fake group of the size that is planned for",
             fix="python -m autosp_dtensor plan ..., or call it before init_process_group",
         )
-    store, _ = memory_tools()
-    dist.init_process_group("fake", rank=0, world_size=size, store=store())
+    dist.init_process_group("fake", rank=0, world_size=size, store=fake_store())
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def measure(setting: Setting, length: int, *, fake: bool = True) -> Step:
-    """Run two steps inside a `fake_group`, the second one watched.
+_uncounted: list[None] = []
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Inside, what operations make takes no memory: values that a compiler keeps in registers."""
+    _uncounted.append(None)
+    try:
+        yield
+    finally:
+        _uncounted.pop()
+
+
+def measure(setting: Setting, length: int, *, fake: bool = True, history: bool = False) -> Step:
+    """Run a step inside a `fake_group` and watch its memory.
 
     fake: on tensors without data; else on real ones, to check those against: the same bytes.
+    history: give the bytes after each operation too.
     """
     started = time.perf_counter()
     mesh = init_device_mesh("cpu", (setting.dp, setting.sp), mesh_dim_names=("dp", "sp"))
@@ -102,41 +127,90 @@ def measure(setting: Setting, length: int, *, fake: bool = True) -> Step:
     with mode:
         model = setting.make()
         ids = torch.zeros(setting.batch, length, dtype=torch.int64)
-    options: dict[str, Any] = {"checkpoint": setting.checkpoint}
-    if setting.host:
-        options["offload"] = setting.host
-    if setting.budget is not None and (setting.checkpoint == "auto" or setting.host):
-        options["memory_budget"] = setting.budget
-    model = parallelize(model, mesh, check_ranks=False, **options)
-    forward = forward_of(model)
-    assert forward is not None
-    forward.options = replace(forward.options, device=setting.device)
+    scheme = setting.scheme or _parallelized(setting)
+    with mode if setting.scheme else contextlib.nullcontext():
+        inputs = scheme(model, mesh, ids)
     policy = MixedPrecisionPolicy(param_dtype=setting.dtype, reduce_dtype=torch.float32)
     with mode:
         for path in sorted(block_paths(model)):
             fully_shard(model.get_submodule(path), mesh=around, mp_policy=policy)
         fully_shard(model, mesh=around, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-        _step(model, optimizer, ids)  # traces, makes the optimizer's state
-        _, tracker_of = memory_tools()
-        tracker = tracker_of(model, optimizer)
-        tracker.track_inputs((ids,))
+        model(**inputs)  # traces
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the root stays gathered for a backward that does not come
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # makes its state
+        if not setting.accumulated:
+            optimizer.zero_grad()
+        watch = _Watch(history)
+        tracker = memory_tracker(model, optimizer, watch.see, lambda: not _uncounted)
+        tracker.track_inputs(tuple(inputs.values()))
         with tracker:
-            _step(model, optimizer, ids)
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
+            _step(model, optimizer, inputs)
+    last = [] if setting.scheme else explain(model).splitlines()[-2:]
+    forward = forward_of(model)
+    host = forward.host if forward is not None else None
+    return Step(
+        length,
+        watch.peak,
+        _by_kind(watch.at_peak),
+        "\n  ".join(last if host is not None else last[-1:]),
+        time.perf_counter() - started,
+        host.peak if host is not None else 0,
+        tuple(_by_kind(each) for each in watch.history),
+    )
+
+
+def _parallelized(setting: Setting) -> Scheme:
+    """The model by `parallelize`, called with the whole sequence."""
+
+    def scheme(model: nn.Module, mesh: DeviceMesh, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        options: dict[str, Any] = {"checkpoint": setting.checkpoint, "tile": setting.tile}
+        if setting.host:
+            options["offload"] = setting.host
+        if setting.budget is not None and (setting.checkpoint == "auto" or setting.host):
+            options["memory_budget"] = setting.budget
+        parallelize(model, mesh, check_ranks=False, **options)
+        forward = forward_of(model)
+        assert forward is not None
+        forward.options = replace(forward.options, device=setting.device)
+        return {"input_ids": ids, "labels": ids}
+
+    return scheme
+
+
+class _Watch:
+    """What a memory tracker shows: the bytes at the peak, and after each operation."""
+
+    def __init__(self, history: bool) -> None:
+        self.peak = 0
+        self.at_peak: dict[Any, int] = {}
+        self.history: list[dict[Any, int]] = []
+        self._keep = history
+
+    def see(self, live: dict[Any, int]) -> None:
+        if live["Total"] > self.peak:
+            self.peak, self.at_peak = live["Total"], dict(live)
+        if self._keep:
+            self.history.append(dict(live))
+
+
+def _by_kind(live: dict[Any, int]) -> dict[str, int]:
     kinds: dict[str, int] = {}
-    for kind, size in peak.items():
+    for kind, size in live.items():
         name = _KINDS.get(str(kind).rpartition(".")[2])
         if name:
             kinds[name] = kinds.get(name, 0) + size
-    last = explain(model).splitlines()[-2:]
-    note = "\n  ".join(last if forward.host is not None and setting.host else last[-1:])
-    host = forward.host.peak if forward.host is not None else 0
-    return Step(length, peak["Total"], kinds, note, time.perf_counter() - started, host)
+    return kinds
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
-    out = model(input_ids=ids, labels=ids)
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, torch.Tensor]
+) -> None:
+    out = model(**inputs)
     out.loss.backward()
     del out
     optimizer.step()

@@ -9,8 +9,9 @@ from typing import Any
 from ..checkpoint import DEVICES
 from ..errors import UsageError
 from ..run.traffic import size_text
-from .configs import model_maker
+from .configs import model_maker, shallow_maker
 from .measure import Setting, Step, fake_group, measure
+from .search import find
 
 __all__ = ["Plan", "plan"]
 
@@ -69,6 +70,7 @@ def plan(
     batch: int = 1,
     host_memory: int | None = None,
     machine: int = 8,
+    history: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Memory of one training step, from the very program that would run, on tensors without data.
@@ -87,7 +89,8 @@ def plan(
         host_memory: bytes of one machine's memory that all its ranks together may put values in
             that wait for backward, as `parallelize(offload=...)`; None: none.
         machine: how many GPUs share it, if there are so many.
-        progress: called with a line of text for each length that is tried.
+        history: keep bytes by kind after each operation in `step.history`: the step runs once more.
+        progress: called with a line of text for each step that was measured.
 
     Returns:
         a Plan: print it.
@@ -119,45 +122,15 @@ def plan(
     host = (host_memory or 0) // min(machine, dp * sp)
     setting = Setting(make, dp, sp, checkpoint, capacity, batch, device=DEVICES[gpu], host=host)
     tell = progress or (lambda text: None)
+
+    def told(step: Step, layers: int = 0) -> None:
+        of = f" with {layers} layers" if layers else ""
+        tell(f"{step.length:>12,} tokens{of}: {size_text(step.peak)} ({step.seconds:.0f} s)")
+
     with fake_group(dp * sp):
-
-        def at(length: int) -> Step:
-            step = measure(setting, length)
-            tell(f"{length:>12,} tokens: {size_text(step.peak)} ({step.seconds:.0f} s)")
-            return step
-
-        if seq is not None:
-            return Plan(name, dp * sp, gpu, sp, capacity, at(seq), None, host)
-        step = longest(at, capacity, 1024 * sp)
-        return Plan(name, dp * sp, gpu, sp, capacity, step, step.length, host)
-
-
-def longest(at: Callable[[int], Step], capacity: int, unit: int) -> Step:
-    """The longest length, in whole units, whose peak stays below the capacity.
-
-    Peaks grow almost linearly with the length, so the line through two lengths finds the next
-    guess; what it misses is found by halving. Within 2% of the answer it stops.
-    """
-    low = at(unit)
-    if low.peak > capacity:
-        return low
-    high: Step | None = None
-    guess = 2 * unit
-    while high is None or high.length - low.length > max(unit, low.length // 50):
-        step = at(guess)
-        if step.peak <= capacity:
-            slope = max((step.peak - low.peak) / (step.length - low.length), 1e-9)
-            low = step
-            guess = int(low.length + 0.995 * (capacity - low.peak) / slope)
-        else:
-            high = step
-            slope = max((step.peak - low.peak) / (step.length - low.length), 1e-9)
-            guess = int(low.length + 0.995 * (capacity - low.peak) / slope)
-        guess = guess // unit * unit
-        if high is None:
-            guess = min(max(guess, low.length + unit), 8 * low.length)
-        elif not low.length < guess < high.length:
-            guess = (low.length + high.length) // 2 // unit * unit
-            if not low.length < guess < high.length:
-                break
-    return low
+        found = None if seq else find(setting, capacity, told, *shallow_maker(model))
+        step = found
+        if step is None or history:
+            step = measure(setting, step.length if step else seq or 1, history=history)
+            told(step)
+    return Plan(name, dp * sp, gpu, sp, capacity, step, found.length if found else None, host)

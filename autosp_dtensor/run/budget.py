@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch import fsdp_policy
+from .._torch import fsdp_parameters
 from ..capture import Captured
 from ..checkpoint import (
     DEVICES,
@@ -19,12 +19,11 @@ from ..checkpoint import (
     Device,
     Policy,
     Record,
-    Tile,
+    backward_peak,
     moving_inputs,
     offloading,
     policy_of,
     record,
-    whole_bytes,
 )
 from ..graph import arg_nodes, result_nodes
 from ..lower import Call, Region
@@ -32,6 +31,8 @@ from ..lower import Call, Region
 __all__ = ["choose_policy", "device_of"]
 
 _SHARE = 0.9  # of a device's memory: the allocator's fragments and other libraries take the rest
+
+_SCALARS = 4096  # losses, counts and steps, which nobody counts one by one
 
 
 class _Options(Protocol):
@@ -89,8 +90,8 @@ def _budget(
     given: int | None,
     inputs: dict[Region, dict[int, int]],
 ) -> int | None:
-    """Bytes that regions may keep: the device's, less state, gathered parameters, temporaries and
-    what the root keeps. What `inputs` of regions take is theirs.
+    """Bytes that regions may keep: the device's, less state, gathered parameters, and what the
+    fullest moment of backward takes beside what regions keep. What `inputs` take is theirs.
 
     None where nothing is known of the device's memory (a CPU).
     """
@@ -101,9 +102,8 @@ def _budget(
         given = int(total * _SHARE) >> 30 << 30  # ranks must choose alike, and devices differ a bit
     regions = dict.fromkeys(region for _, region in root.walk())
     found = {region: record(region) for region in regions}
-    taken = _state_bytes(live) + _gathered_bytes(live) + _temporary_bytes(root, found)
-    passed = _passed_bytes(found[root], inputs)
-    return max(0, given - taken - _root_bytes(found[root]) + passed)
+    taken = _state_bytes(live) + _backward_bytes(root, found, *_gathered_bytes(live))
+    return max(0, given - taken + _passed_bytes(found[root], inputs))
 
 
 def _passed_bytes(found: Record, inputs: dict[Region, dict[int, int]]) -> int:
@@ -121,22 +121,41 @@ def _passed_bytes(found: Record, inputs: dict[Region, dict[int, int]]) -> int:
     return total
 
 
-def _root_bytes(found: Record) -> int:
-    """What the root keeps: what its operations save, what regions get from each other, and its
-    results, which the caller holds.
+def _backward_bytes(
+    root: Region, records: dict[Region, Record], whole: int, block: int, reduced: int
+) -> int:
+    """What backward holds at its fullest beside state and what regions keep.
+
+    whole: parameters that stay gathered. block: those of the largest module that come and go, two
+    at a time. reduced: its gradients on their way.
     """
+    peaks: dict[Region, int] = {}
+
+    def inside(region: Region) -> int:
+        if region not in peaks:
+            around = block + reduced  # one more is counted for all moments
+            peaks[region] = around + backward_peak(records[region], (), inside, False)
+        return peaks[region]
+
+    found = records[root]
     number = {node: k for k, node in enumerate(found.nodes)}
-    passed = {k for k, node in enumerate(found.nodes) if isinstance(node.target, Call)}
-    given = {found.base.get(number[node]) for node in result_nodes(found.nodes[-1])}
-    saved = found.kept_bytes()
-    more = {k for k in passed | given if k is not None and found.nodes[k] not in saved}
-    return sum(saved.values()) + sum(found.sizes.get(k, 0) for k in more)
+    held = [number[node] for node in result_nodes(found.nodes[-1])]
+    return whole + block + _SCALARS + backward_peak(found, held, inside)
 
 
 def _state_bytes(live: nn.Module | None) -> int:
-    """Parameters, gradients, and two moments in fp32 for what is trained (AdamW)."""
+    """Parameters, gradients, and two moments in fp32 for what is trained (AdamW). Gradients count
+    though backward makes them one by one: where they are accumulated, all are there from its start.
+    """
+    if live is None:
+        return 0
+    managed = [each for module in live.modules() for each in fsdp_parameters(module)]
+    others = {id(tensor): tensor for tensor in [*live.parameters(), *live.buffers()]}
+    for each in managed:
+        for own in each.tensors:  # where gathered, the module has that in place of its part
+            others.pop(id(own), None)
     total = 0
-    for tensor in [*live.parameters(), *live.buffers()] if live is not None else []:
+    for tensor in [*(each.part for each in managed), *others.values()]:
         count = -(-tensor.numel() // _shards(tensor))
         total += count * tensor.element_size()
         if tensor.requires_grad:
@@ -152,33 +171,17 @@ def _shards(tensor: torch.Tensor) -> int:
     return math.prod(size for placement, size in sizes if placement.is_shard())
 
 
-def _gathered_bytes(live: nn.Module | None) -> int:
-    """What FSDP2 gathers at one time: the root's own parameters, two other modules, a gradient."""
-    if live is None:
-        return 0
-    managed = [path for path, module in live.named_modules() if fsdp_policy(module) is not None]
-    owned = dict.fromkeys(managed, 0)
-    for name, parameter in live.named_parameters():
-        around = [p for p in managed if not p or name.startswith(f"{p}.")]
-        if around:
-            owned[max(around, key=len)] += parameter.numel() * 2
-    root = owned.pop("", 0)
-    rest = sorted(owned.values(), reverse=True)
-    return 2 * root + sum(rest[:2]) + sum(rest[:1])
-
-
-def _temporary_bytes(root: Region, records: dict[Region, Record]) -> int:
-    """What backward holds beside what is kept. Of a region: all that it saves, had again, and the
-    gradients of its three largest values. Of the root: the gradient of its largest value (logits),
-    and of what that was made of, unless the loss goes through it by tiles.
+def _gathered_bytes(live: nn.Module | None) -> tuple[int, int, int]:
+    """(the root's own parameters, the largest other module's, its gradients in the dtype that they
+    are reduced in), of what FSDP2 manages.
     """
-    largest = 0
-    for region, found in records.items():
-        made = sorted((found.sizes[k] for k, base in found.base.items() if base == k), reverse=True)
-        if region is not root:
-            largest = max(largest, sum(made[:3]) + whole_bytes(found))
-        elif any(isinstance(n.target, Tile) and n.target.sums_once for n in found.nodes):
-            largest = max(largest, sum(made[:2]))
-        else:
-            largest = max(largest, 2 * sum(made[:1]))
-    return largest
+    if live is None:
+        return 0, 0, 0
+    sizes = [
+        (sum(p.gathered for p in managed), sum(p.reduced for p in managed), module is live)
+        for module in live.modules()
+        if (managed := fsdp_parameters(module))
+    ]
+    rest = [(gathered, reduced) for gathered, reduced, is_root in sizes if not is_root]
+    whole = sum(gathered for gathered, _, is_root in sizes if is_root)
+    return whole, max((g for g, _ in rest), default=0), max((r for _, r in rest), default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 import autosp_dtensor as autosp
 from autosp_dtensor.__main__ import main
 from autosp_dtensor.errors import UsageError
-from autosp_dtensor.plan.configs import model_maker, presets
+from autosp_dtensor.plan.configs import model_maker, presets, shallow_maker
 from autosp_dtensor.plan.measure import Setting, Step, fake_group, measure
-from autosp_dtensor.plan.plan import longest
+from autosp_dtensor.plan.search import find, longest
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -92,9 +93,10 @@ def test_auto_stays_within_its_budget(group: None) -> None:
 
 
 @pytest.mark.parametrize("border", [1024, 5_000, 33_000, 1_000_000])
-@pytest.mark.parametrize("bend", [1.0, 1.3])
-def test_search_finds_the_border(border: int, bend: float) -> None:
-    """Also where memory grows faster from some length on."""
+@pytest.mark.parametrize("bend", [0.4, 1.0, 1.3, 3.0])
+@pytest.mark.parametrize("start", [0.0, 0.5, 0.97, 2.0])
+def test_search_finds_the_border(border: int, bend: float, start: float) -> None:
+    """Also where memory grows faster or slower from some length on, and from a wrong guess."""
     tried: list[int] = []
 
     def at(length: int) -> Step:
@@ -104,10 +106,55 @@ def test_search_finds_the_border(border: int, bend: float) -> None:
 
     capacity = at(border).peak
     tried.clear()
-    found = longest(at, capacity, 1024)
+    found = longest(at, capacity, 1024, int(start * border))
     assert found.peak <= capacity
     assert border - found.length < max(2048, border // 40)
-    assert len(tried) < 30
+    assert len(tried) <= 8
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_search_by_shallow_models_measures_the_whole_one_once(group: None, checkpoint: str) -> None:
+    """And that is at the border: what it says of the whole model is right."""
+    sizes = {**TINY, "num_hidden_layers": 14, "hidden_size": 128}
+    whole = Setting(model_maker(sizes)[1], 1, 4, checkpoint)
+    capacity = 600 << 20
+    seen: list[tuple[int, int]] = []
+    make, layers = shallow_maker(sizes)
+    found = find(whole, capacity, lambda s, n: seen.append((n, s.length)), make, layers)
+    assert [length for n, length in seen if n == 0] == [found.length]
+    assert found.peak <= capacity
+    assert measure(whole, int(found.length * 1.03) // 4 * 4).peak > capacity
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+def test_many_ranks_are_planned_here(ranks: int) -> None:
+    sizes = {**TINY, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 256}
+    found = autosp.plan(sizes, (ranks // 64, 64), seq=64 * 128, checkpoint="full")
+    assert found.fits and found.gpus == ranks
+
+
+def test_picture_of_a_plan(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    picture = tmp_path / "plan.png"
+    asked = ["--gpus", "4", "--seq", "512", "--plot", str(picture)]
+    assert main(["plan", "--model", str(tmp_path), *asked]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    asked = ["--gpus", "4", "--seq", "512", "--plot", str(tmp_path / "plan.png")]
+    assert main(["plan", "--model", str(tmp_path), *asked]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+
+
+def test_history_of_a_step_has_its_peak(group: None) -> None:
+    step = measure(setting(), 1024, history=True)
+    assert max(sum(live.values()) for live in step.history) == step.peak
 
 
 def test_plan_is_a_table_that_names_what_takes_memory() -> None:
@@ -132,6 +179,13 @@ def test_presets_are_models_that_can_be_made() -> None:
     for name, sizes in presets().items():
         assert sizes["hidden_size"] % 64 == 0, name
         assert sizes["num_attention_heads"] % sizes["num_key_value_heads"] == 0, name
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-70b", "qwen3-8b", "qwen3-32b"])
+def test_presets_are_planned(name: str) -> None:
+    """One layer of each family and size: heads, head sizes and norms of its own."""
+    found = autosp.plan({**presets()[name], "num_hidden_layers": 1}, (1, 8), seq=4096)
+    assert found.fits and found.step.kinds["optimizer"] > 0
 
 
 def test_config_files_are_read_as_data(tmp_path: Path) -> None:

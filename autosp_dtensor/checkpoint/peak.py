@@ -1,0 +1,184 @@
+"""What backward of a graph holds at its fullest, from what each operation saves and takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from torch.fx import Node
+
+from ..graph import facts, result_nodes, short_name
+from ..lower import Call, Collective, Region, local_meta
+from ..placement import Shard
+from .cost import is_attention, is_product
+from .operands import local_bytes
+from .record import Record
+from .tile import Tile
+
+__all__ = ["backward_peak"]
+
+# Operations that work tile by tile hold a few tiles of fp32 beside what they take and give.
+_TILES = 512 << 20
+
+
+def backward_peak(
+    found: Record,
+    held: Iterable[int] = (),
+    inside: Callable[[Region], int] = lambda region: 0,
+    seeded: bool = True,
+) -> int:
+    """Bytes at the fullest moment of a graph's backward; all that it saves is there at its start.
+
+    Gradients are followed from the results to the inputs: one exists from the first operation that
+    gives it to the end of the one that takes it; those of the graph's own inputs stay.
+
+    Args:
+        held: operations whose memory somebody else holds all the time (results).
+        inside: what the call of another region takes beside what it gives.
+        seeded: whether the results' gradients count here, or with who called.
+    """
+    saved = _Saved(found, held)
+    gradients = _Gradients()
+    output = found.nodes[-1]
+    number = {node: k for k, node in enumerate(found.nodes)}
+    results = [n for n in result_nodes(output) if bytes_of_gradient(n)]
+    losses = [n for n in results if facts(n).meta.numel == 1]
+    for node in losses or results:  # who has a loss calls backward on that alone
+        gradients.add(number[node], bytes_of_gradient(node) if seeded else 0)
+    fullest = saved.bytes + max(found.sizes.values(), default=0)  # had again, one at a time
+    for k in range(len(found.nodes) - 2, -1, -1):
+        node = found.nodes[k]
+        if node.op == "placeholder" or k not in gradients.of:
+            continue
+        within = _beside(node, found.base.get(k) == k)
+        if isinstance(node.target, Call):
+            within = inside(node.target.region)
+        passes = _passes_on(node, found.base.get(k) == k)
+        for each in node.all_input_nodes:
+            if size := bytes_of_gradient(each):
+                same = passes and size == bytes_of_gradient(node)
+                gradients.add(number[each], size, k if same else None)
+                fullest = max(fullest, saved.bytes + gradients.bytes + within)
+        fullest = max(fullest, saved.bytes + gradients.bytes + within)
+        gradients.drop(k)
+        gradients.settle()
+        saved.used_by(k)
+    return fullest
+
+
+def bytes_of_gradient(node: Node) -> int:
+    """Bytes of the gradients of what a node gives on one rank."""
+    if node.op == "output":
+        return 0
+    known = facts(node)
+    return sum(
+        math.prod(local_meta(known, i, 0)) * meta.dtype.itemsize
+        for i, meta in enumerate(known.outs)
+        if meta.requires_grad
+    )
+
+
+def _passes_on(node: Node, own: bool) -> bool:
+    """Whether an operation's gradient is that of what it takes, in the same memory."""
+    return not own or short_name(node.target) in ("add", "add_", "getitem")
+
+
+def _beside(node: Node, own: bool) -> int:
+    """What an operation's backward holds beside the gradients that it takes and gives."""
+    target = node.target
+    if not own or is_product(node):
+        return 0
+    if isinstance(target, Tile):
+        return _inside_tile(target)
+    if "tiled" in short_name(target):
+        return _TILES
+    size = max(bytes_of_gradient(each) for each in (node, *node.all_input_nodes))
+    sends = isinstance(target, Collective) and target.sends
+    return 2 * size if sends or is_attention(node) else size
+
+
+def _inside_tile(tile: Tile) -> int:
+    """A tile's values and their gradients, and the sums of weights' gradients in fp32."""
+    total = 0
+    for node in tile.body.nodes:
+        known = facts(node)
+        if node.op == "call_function":
+            total += 2 * local_bytes(node)
+        elif node.op == "placeholder" and known.meta.requires_grad:
+            cut = isinstance(known.placement, Shard)
+            total += local_bytes(node) if cut else known.meta.numel * 4 + known.meta.nbytes
+    return total
+
+
+class _Saved:
+    """Memory that operations save, until the first of them (the last in backward) has used it."""
+
+    def __init__(self, found: Record, held: Iterable[int]) -> None:
+        number = {node: k for k, node in enumerate(found.nodes)}
+        stay = {found.base.get(k) for k in held} - {None}
+        first: dict[tuple[str, int], int] = {}
+        size: dict[tuple[str, int], int] = {}
+        of: dict[int, list[tuple[str, int]]] = {}
+
+        def keep(key: tuple[str, int], made_by: int, by: int, count: int) -> None:
+            if key not in size:
+                of.setdefault(made_by, []).append(key)
+            size[key] = count
+            first[key] = min(by, first.get(key, by))
+
+        for s in found.saved:
+            if s.of is not None:
+                keep(("storage", s.storage), s.of, s.by, s.bytes)
+        taken = [
+            (found.base.get(number[each]), k)
+            for k, node in enumerate(found.nodes)
+            if isinstance(node.target, Call)
+            for each in node.all_input_nodes
+        ]
+        for base, by in [*taken, *((base, -1) for base in stay)]:
+            if base is not None:  # regions are taken to save what they are given
+                for key in of.get(base) or [("value", base)]:
+                    keep(key, base, by, size.get(key, found.sizes.get(base, 0)))
+        self.bytes = sum(size.values())
+        self._ends: dict[int, int] = {}
+        for key, by in first.items():
+            self._ends[by] = self._ends.get(by, 0) + size[key]
+
+    def used_by(self, k: int) -> None:
+        self.bytes -= self._ends.get(k, 0)
+
+
+class _Gradients:
+    """Gradients on their way, by the operation whose result's they are."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.of: dict[int, list[int]] = {}
+        self._users: list[int] = []
+        self._sizes: list[int] = []
+
+    def add(self, k: int, size: int, shared_with: int | None = None) -> None:
+        """One more gradient of k's result: memory of its own, or that of another's."""
+        if shared_with is None:
+            self._users.append(1)
+            self._sizes.append(size)
+            self.bytes += size
+            self.of.setdefault(k, []).append(len(self._sizes) - 1)
+            return
+        for which in self.of[shared_with]:
+            self._users[which] += 1
+            self.of.setdefault(k, []).append(which)
+
+    def drop(self, k: int) -> None:
+        for which in self.of.pop(k):
+            self._users[which] -= 1
+            if not self._users[which]:
+                self.bytes -= self._sizes[which]
+
+    def settle(self) -> None:
+        """Several gradients of one result become their sum."""
+        for k, parts in list(self.of.items()):
+            if len(parts) > 1:
+                size = max(self._sizes[which] for which in parts)
+                self.drop(k)
+                self.add(k, size)
