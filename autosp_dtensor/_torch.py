@@ -52,7 +52,6 @@ __all__ = [
     "fsdp_begin_backward",
     "fsdp_groups",
     "fsdp_hooks_alone",
-    "fsdp_owner",
     "fsdp_param_dtypes",
     "fsdp_parameters",
     "fsdp_policy",
@@ -164,19 +163,6 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
 def fsdp_policy(module: nn.Module) -> Any:
     """The MixedPrecisionPolicy that FSDP2 applies when the module is called, or None."""
     return module._get_fsdp_state()._mp_policy if isinstance(module, FSDPModule) else None
-
-
-def fsdp_owner(model: nn.Module, owner: nn.Module, name: str) -> tuple[Any, nn.Parameter] | None:
-    """(the FSDP2 module that gathers a module's parameter, its sharded parameter), or None."""
-    for module in model.modules():
-        for group in fsdp_groups(module):
-            for managed in group.fsdp_params:
-                info = managed._module_info
-                places = [(info.module, info.param_name)]
-                places += zip(info.shared_modules, info.shared_param_names, strict=True)
-                if any(m is owner and n == name for m, n in places):
-                    return module, managed.sharded_param
-    return None
 
 
 def fsdp_begin_backward(module: nn.Module) -> None:

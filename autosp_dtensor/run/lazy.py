@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch import LazyDTensor, fsdp_begin_backward, fsdp_owner, once_differentiable
+from .._torch import LazyDTensor, fsdp_begin_backward, fsdp_parameters, once_differentiable
 from ..autocast import autocast_state, under
 from ..capture import Call
 from ..checkpoint import Deferred, Later
@@ -38,10 +38,13 @@ class Held:
     @staticmethod
     def of(tensor: torch.Tensor, origin: Origin | None, live: nn.Module | None) -> Held:
         tensor = tensor.detach()
-        owned = None
+        owner, counted = None, tensor
         if live is not None and origin is not None and origin.kind == "param":
-            owned = fsdp_owner(live, live.get_submodule(origin.module), origin.name)
-        owner, counted = owned or (None, tensor)
+            parameter = getattr(live.get_submodule(origin.module), origin.name)
+            for module in live.modules():
+                for managed in fsdp_parameters(module):
+                    if any(each is parameter for each in managed.tensors):
+                        owner, counted = module, managed.part
         return Held(tensor, owner, counted, counted._version)
 
     @property
