@@ -32,6 +32,7 @@ from autosp_dtensor.plan.measure import Setting, Step, fake_group
 from autosp_dtensor.plan.search import find
 
 GPUS, GPU = 8, "a100-80gb"
+HOST = int(1.2 * 2**40)  # bytes of host memory of the machine
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-2-13b")
 KEPT = Path(__file__).with_suffix(".json")
 
@@ -41,9 +42,12 @@ ROWS: dict[str, dict[str, Any]] = {
         name: {"scheme": each, "dp": 1 if each.splits else GPUS, "sp": GPUS if each.splits else 1}
         for name, each in BASELINES.items()
     },
-    "autosp, sequence parallelism only": {"checkpoint": "none"},
-    'autosp + SAC ("sequence")': {"checkpoint": "sequence"},
-    'autosp + SAC ("auto")': {"checkpoint": "auto"},
+    "autosp, sequence parallelism only": {"checkpoint": "none", "tile": "none"},
+    'autosp + SAC ("sequence")': {"checkpoint": "sequence", "tile": "none"},
+    'autosp + SAC ("auto")': {"checkpoint": "auto", "tile": "none"},
+    'autosp + SAC ("sequence") + tiles': {"checkpoint": "sequence"},
+    'autosp + SAC ("auto") + tiles': {"checkpoint": "auto"},
+    'autosp + SAC ("auto") + tiles + offload': {"checkpoint": "auto", "host": HOST // GPUS},
 }
 TO = ("FSDP2", "Ulysses by hand, compiled")  # ratios
 
