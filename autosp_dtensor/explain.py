@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .checkpoint import Choice, record, seconds_of
+from .checkpoint import Choice, Deferred, Tile, record, seconds_of
 from .errors import UsageError
 from .graph import describe, facts, short_name
 from .lower import Call, Collective, Region
@@ -42,13 +42,25 @@ def explain_program(program: Program) -> str:
         more = f" and {len(places) - 1} more like it" if len(places) > 1 else ""
         lines.append(f"{places[0] or 'root'}{more}")
         shown = [n for n in region.graph.nodes if n.op == "call_function" and not _silent(n)]
-        lines.extend(_row(node, known, gone) for node in shown)
+        for node in shown:
+            lines.append(_row(node, known, gone))
+            lines.extend(_inside(node))
         lines.extend(_kept_lines(choice, region, whole))
         lines.append("")
     lines.extend(_totals(program, kept))
     lines.extend(_again_lines(program, paths))
     lines.extend(_host_lines(program, paths))
     return "\n".join(lines)
+
+
+def _inside(node: Node) -> list[str]:
+    """What a tile runs, or what makes a result when it is read."""
+    tile = node.target.tile if isinstance(node.target, Deferred) else node.target
+    if not isinstance(tile, Tile):
+        return []
+    names = [short_name(n.target) for n in tile.body.nodes if n.op == "call_function"]
+    text = ", ".join(name for name in names if name != "getitem")
+    return [f"    of {text}" if len(text) < 90 else f"    of {text[:86]} ..."]
 
 
 def _kept_lines(choice: Choice | None, region: Region, whole: int) -> list[str]:
