@@ -24,11 +24,13 @@ class Collective:
 
     kind: "all_to_all" (args: one tensor per move), "relayout", "all_gather", "reduce_scatter",
     "all_reduce", "slice", "scale_grad", "mean_grad".
+    tokens: of an all_to_all, for each move, the dim that counts tokens, if one does.
     """
 
     kind: str
     moves: tuple[tuple[Any, Any], ...] = ()
     factor: float = 1.0
+    tokens: tuple[int | None, ...] = ()
 
     @property
     def __name__(self) -> str:  # what fx and explain print
@@ -92,7 +94,7 @@ def localize(placed: Graph, axis_size: int, blocks: dict[PlacedBlock, Any] | Non
             made[node] = add(node, blocks[node.target], tuple(made[a] for a in arg_nodes(node)))
         elif node.target is redistribute:
             source, target = node.args[1:]
-            made[node] = add(node, _collective(source, target), (made[arg(node, 0)],))
+            made[node] = add(node, _collective(source, target, known.home), (made[arg(node, 0)],))
         elif node.target is operator.getitem and known.option is None:
             made[node] = add(node, operator.getitem, (made[arg(node, 0)], node.args[1]))
         else:
@@ -131,14 +133,15 @@ def _call(node: Node, known: Facts, made: dict[Node, Node], add: Callable[..., N
     return add(node, target, args, kwargs)
 
 
-def _collective(source: Any, target: Any) -> Collective:
+def _collective(source: Any, target: Any, home: Shard | None) -> Collective:
     match source, target:
         case Replicate(), Shard():
             return Collective("slice", ((source, target),))
         case Shard(), Shard() if source.dim == target.dim:
             return Collective("relayout", ((source, target),))
         case Shard(), Shard():
-            return Collective("all_to_all", ((source, target),))
+            tokens = (home.dim if home is not None else None,)
+            return Collective("all_to_all", ((source, target),), tokens=tokens)
         case Shard(), Replicate():
             return Collective("all_gather", ((source, target),))
         case Partial(), Shard():
@@ -185,9 +188,10 @@ def flatten_exchanges(graph: Graph) -> Graph:
         if len(moves) < 2 or len({facts(a).meta.dtype for a in moves}) > 1:
             continue
         pairs = tuple(move.target.moves[0] for move in moves)
+        tokens = tuple(move.target.tokens[0] for move in moves)
         with graph.inserting_after(max(moves)):
             fused = graph.call_function(
-                Collective("all_to_all", pairs), tuple(m.args[0] for m in moves)
+                Collective("all_to_all", pairs, tokens=tokens), tuple(m.args[0] for m in moves)
             )
         first = facts(moves[0])
         set_facts(
