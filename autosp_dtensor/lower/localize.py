@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
+from ..capture.tap import Tap
 from ..graph import Facts, arg, arg_nodes, facts, result_nodes, set_facts
 from ..place import PlacedBlock, redistribute
 from ..place.rule import Local, fill
@@ -64,14 +65,14 @@ def localize(placed: Graph, axis_size: int, blocks: dict[PlacedBlock, Any] | Non
 
     Sharded results multiply the gradient that comes in by n, whole float inputs that ask for a
     gradient get the mean of all ranks' shares, so that gradients at the program's border are those
-    of one device.
+    of one device. Factors that cancel are left out.
 
     blocks: what each block became, when this is the graph of a whole program; None for a block's
     own graph.
     """
     lowered = Graph()
     made: dict[Node, Node] = {}
-    is_program = blocks is not None
+    has_border = blocks is not None and not _cancels(placed)
 
     def add(
         like: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None, **changes: Any
@@ -86,7 +87,7 @@ def localize(placed: Graph, axis_size: int, blocks: dict[PlacedBlock, Any] | Non
             made[node] = lowered.create_node(node.op, node.target, name=node.name)
             set_facts(made[node], known)
         elif node.op == "output":
-            factor = float(axis_size) if is_program else 1.0
+            factor = float(axis_size) if has_border else 1.0
             results = [_result(each, made[each], factor, add) for each in result_nodes(node)]
             set_facts(lowered.output(tuple(results)), known)
         elif isinstance(node.target, PlacedBlock):
@@ -99,10 +100,29 @@ def localize(placed: Graph, axis_size: int, blocks: dict[PlacedBlock, Any] | Non
             made[node] = add(node, operator.getitem, (made[arg(node, 0)], node.args[1]))
         else:
             made[node] = _call(node, known, made, add)
-    if is_program:
+    if has_border:
         _border_gradients(lowered, axis_size)
     lowered.lint()
     return lowered
+
+
+def _cancels(placed: Graph) -> bool:
+    """Whether every gradient comes in times n and goes out over n: attention alone, on DTensors.
+
+    Backward is linear in the gradient, so both may go. Not where a parameter or a whole value gets
+    a gradient, nor where hooks see one on the way.
+    """
+    ends: list[Node] = []
+    for node in placed.nodes:
+        target: Any = node.target
+        if isinstance(target, PlacedBlock) or isinstance(getattr(target, "func", None), Tap):
+            return False
+        if node.op in ("placeholder", "get_attr"):
+            ends.append(node)
+        elif node.op == "output":
+            ends.extend(result_nodes(node))
+    known = [facts(node) for node in ends]
+    return all(isinstance(f.placement, Shard) for f in known if f.meta.requires_grad)
 
 
 def _result(node: Node, held: Node, factor: float, add: Callable[..., Node]) -> Node:
