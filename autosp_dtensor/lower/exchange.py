@@ -253,7 +253,7 @@ def _send_even(group: Any, pieces: Sequence[_Piece]) -> _Flight:
         for piece, part, shape in zip(pieces, parts, shapes, strict=True):
             sizes = n * piece.source.sizes[0], piece.target.sizes[0]
             if len(pieces) == 1 and piece.lies_ready():
-                out = _same_memory(received, piece.sizes(*sizes))
+                out = received.view(piece.sizes(*sizes))
             else:
                 out = piece.empty(received, *sizes)
                 places = piece.exposed(out, *sizes).unflatten(piece.have_dim, (n, -1))
@@ -262,11 +262,6 @@ def _send_even(group: Any, pieces: Sequence[_Piece]) -> _Flight:
         return tuple(outs)
 
     return _Flight(work, sent, received.view(-1), unpack)
-
-
-def _same_memory(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """`x.view(shape)` that autograd does not know for a view: nobody else writes to the memory."""
-    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), torch.Size(shape))
 
 
 def _send_uneven(group: Any, rank: int, pieces: Sequence[_Piece]) -> _Flight:
