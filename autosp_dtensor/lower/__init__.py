@@ -27,14 +27,20 @@ __all__ = [
 ]
 
 
-def lower(placed: Graph, axis_size: int, fake_mode: FakeTensorMode) -> Graph:
-    """Run the passes for each distinct block, then for the program around; all are verified."""
+def lower(
+    placed: Graph, axis_size: int, fake_mode: FakeTensorMode, *, whole_border: bool = False
+) -> Graph:
+    """Run the passes for each distinct block, then for the program around; all are verified.
+
+    whole_border: keep factors of gradients at the program's border that would cancel.
+    """
     blocks: dict[PlacedBlock, LoweredBlock] = {}
     for node in placed.nodes:
         if isinstance(node.target, PlacedBlock) and node.target not in blocks:
             inner = _passes(localize(node.target.graph, axis_size), axis_size, fake_mode)
             blocks[node.target] = LoweredBlock(node.target.block.path, inner)
-    return _passes(localize(placed, axis_size, blocks), axis_size, fake_mode)
+    flat = localize(placed, axis_size, blocks, whole_border=whole_border)
+    return _passes(flat, axis_size, fake_mode)
 
 
 def _passes(graph: Graph, axis_size: int, fake_mode: FakeTensorMode) -> Graph:

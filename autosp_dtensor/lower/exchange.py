@@ -3,6 +3,11 @@
 `start` packs and sends; what it gives has no data before `finish` has waited. In between, the rank
 computes what does not need it. Backward goes the same way: the gradient of `finish` starts the
 exchange back, that of `start` waits for it.
+
+On the wire a tensor's dims stand in an order that all ranks agree on, whatever their strides are:
+as in the tensor, but tokens before the dim that changes places with them. Models mostly hold values
+so ([B, S, H, D], seen as [B, H, S, D]); packing then copies long runs, or nothing where what goes
+to a rank is one piece of memory already.
 """
 
 from __future__ import annotations
@@ -24,27 +29,39 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def all_to_all(
-    group: Any, rank: int, moves: tuple[Move, ...], *tensors: torch.Tensor
+    group: Any,
+    rank: int,
+    moves: tuple[Move, ...],
+    *tensors: torch.Tensor,
+    tokens: tuple[int | None, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Move the sharding of each tensor from one dim to another, all tensors in one exchange.
 
     Args:
         moves: for each tensor, the placement it has and the placement asked for, on different dims.
         tensors: local parts of one dtype, any strides.
+        tokens: for each tensor, which of the move's two dims counts tokens; the same on all ranks.
+            Where it is None, or nothing is given, the dims stay in their order on the wire.
 
     Returns:
         local parts in the new placements, dims in memory in the order that they came in.
     """
-    return Exchange(group, rank, moves, *tensors).finish()
+    return Exchange(group, rank, moves, *tensors, tokens=tokens).finish()
 
 
 class Exchange:
     """One exchange on its way: made when it is started, `finish` gives what `all_to_all` does."""
 
     def __init__(
-        self, group: Any, rank: int, moves: tuple[Move, ...], *tensors: torch.Tensor
+        self,
+        group: Any,
+        rank: int,
+        moves: tuple[Move, ...],
+        *tensors: torch.Tensor,
+        tokens: tuple[int | None, ...] = (),
     ) -> None:
         self.group, self.rank, self.moves = group, rank, moves
+        self.tokens = tokens or (None,) * len(moves)
         self.is_complex = tensors[0].is_complex()
         if self.is_complex:
             tensors = tuple(torch.view_as_real(t.resolve_conj()) for t in tensors)
@@ -65,7 +82,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.exchange = exchange
-        flight = _send(exchange.group, exchange.rank, exchange.moves, tensors)
+        flight = _send(exchange, exchange.moves, tensors)
         exchange.forward, exchange.size = flight, flight.received.numel()
         return flight.received
 
@@ -91,18 +108,23 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor):
         exchange: Exchange = ctx.exchange
         back = tuple((target, source) for source, target in exchange.moves)
-        exchange.backward = _send(exchange.group, exchange.rank, back, grads)
+        exchange.backward = _send(exchange, back, grads)
         # Shaped as what start gave: only its place in the order of backward counts.
         return None, grads[0].new_zeros(1).expand(exchange.size)
 
 
 class _Piece:
-    """Shapes of one tensor's move: how it is cut by destination and joined by source."""
+    """Shapes of one tensor's move: how it is cut by destination and joined by source.
 
-    def __init__(self, x: torch.Tensor, move: Move, rank: int) -> None:
-        source, target = move
-        assert source.dim != target.dim, "an exchange moves the sharding to another dim"
-        self.source, self.target = source, target
+    Dims are numbered as they stand on the wire.
+    """
+
+    def __init__(self, x: torch.Tensor, move: Move, rank: int, tokens: int | None) -> None:
+        assert move[0].dim != move[1].dim, "an exchange moves the sharding to another dim"
+        self.wire = _wire_order(x.dim(), move, tokens)
+        self.source, self.target = (shard.at(self.wire.index(shard.dim)) for shard in move)
+        source, target = self.source, self.target
+        x = x.permute(self.wire)
         first, second = sorted((source, target), key=lambda s: s.dim)
         shape = list(x.shape)
         lengths = {id(source): source.sizes[rank], id(target): target.block}
@@ -111,13 +133,29 @@ class _Piece:
             *shape[first.dim + 1 : second.dim], second.outer, lengths[id(second)],
             *shape[second.dim + 1 :],
         ]  # fmt: skip
-        strides = x.stride()
-        self._order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+        self._order = _memory_order(x)
         self.view = x.reshape(exposed)
         self._shape = list(self.view.shape)
         self.have_dim = first.dim + 1 if first is source else second.dim + 2
         self.want_dim = first.dim + 1 if first is target else second.dim + 2
         self.first_dim, self.second_dim = first.dim, second.dim
+
+    def as_given(self, out: torch.Tensor) -> torch.Tensor:
+        """The result with its dims in the tensor's own order."""
+        return out.permute([self.wire.index(d) for d in range(len(self.wire))])
+
+    def lies_ready(self) -> bool:
+        """Whether the parts that come in, one after the other, are the result as it is to lie."""
+        in_wire_order = self._order == list(range(len(self._order)))
+        return in_wire_order and math.prod(self._shape[: self.have_dim]) == 1
+
+    def sizes(self, have: int, want: int) -> list[int]:
+        """The result's."""
+        exposed = self.shape(have, want)
+        first, second = self.first_dim, self.second_dim
+        exposed[second + 1 : second + 3] = [exposed[second + 1] * exposed[second + 2]]
+        exposed[first : first + 2] = [exposed[first] * exposed[first + 1]]
+        return exposed
 
     def shape(self, have: int, want: int) -> list[int]:
         shape = list(self._shape)
@@ -134,12 +172,7 @@ class _Piece:
         What follows then finds the layout that the model has made: attention's [B, H, S, D] stays a
         view of [B, S, H, D], and is folded to [B, S, H * D] without a copy.
         """
-        shape = [0] * len(self._order)
-        sizes = self.shape(have, want)
-        for dim in range(len(shape)):
-            at = dim + (dim > self.first_dim) + (dim > self.second_dim)
-            folded = dim in (self.first_dim, self.second_dim)
-            shape[dim] = sizes[at] * sizes[at + 1] if folded else sizes[at]
+        shape = self.sizes(have, want)
         out = buffer.new_empty([shape[d] for d in self._order])
         return out.permute([self._order.index(d) for d in range(len(shape))])
 
@@ -151,55 +184,81 @@ class _Piece:
         return out.unflatten(first, sizes[first : first + 2])
 
 
+def _wire_order(dims: int, move: Move, tokens: int | None) -> list[int]:
+    """Dims as they stand on the wire: tokens come before the dim that changes places with them."""
+    order = list(range(dims))
+    first, second = sorted(shard.dim for shard in move)
+    if tokens == second:
+        order.insert(first, order.pop(second))
+    return order
+
+
+def _memory_order(x: torch.Tensor) -> list[int]:
+    """Dims from the longest stride to the shortest; those of one element stand where they are."""
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+    long = [d for d in order if x.shape[d] > 1]
+    return list(range(x.dim())) if long == sorted(long) else order
+
+
 class _Flight:
     """What was sent, until it is received."""
 
     def __init__(
         self, work: Any, sent: torch.Tensor, received: torch.Tensor, unpack: Callable[[], Tensors]
     ) -> None:
-        self.work, self.sent, self.received, self.unpack = work, sent, received, unpack
+        self.work, self.received, self.unpack = work, received, unpack
+        self.sent: torch.Tensor | None = sent
 
     def land(self) -> Tensors:
         if self.work is not None:
             self.work.wait()
+        self.work = self.sent = None  # its memory is there for the result
         return self.unpack()
 
 
-def _send(group: Any, rank: int, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> _Flight:
-    pieces = [_Piece(x, move, rank) for x, move in zip(tensors, moves, strict=True)]
+def _send(exchange: Exchange, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> _Flight:
+    group, rank = exchange.group, exchange.rank
+    pieces = [
+        _Piece(x, move, rank, tokens)
+        for x, move, tokens in zip(tensors, moves, exchange.tokens, strict=True)
+    ]
     if all(p.source.even and p.target.even for p in pieces):
         return _send_even(group, pieces)
     return _send_uneven(group, rank, pieces)
 
 
 def _send_even(group: Any, pieces: Sequence[_Piece]) -> _Flight:
-    """Equal parts: one copy to pack and one to unpack for each tensor."""
+    """Equal parts: at most one copy to pack and one to unpack for each tensor."""
     n = len(pieces[0].source.sizes)
     shapes = [p.shape(p.source.sizes[0], p.target.sizes[0]) for p in pieces]
     counts = [math.prod(shape) for shape in shapes]
-    sent = pieces[0].view.new_empty((n, sum(counts)))
-    at = 0
-    for piece, shape, count in zip(pieces, shapes, counts, strict=True):
-        cut = piece.view.unflatten(piece.want_dim, (n, piece.target.sizes[0])).movedim(
-            piece.want_dim, 0
-        )
-        sent.narrow(1, at, count).unflatten(1, shape).copy_(cut)
-        at += count
+    cuts = [
+        p.view.unflatten(p.want_dim, (n, p.target.sizes[0])).movedim(p.want_dim, 0) for p in pieces
+    ]
+    if len(cuts) == 1 and cuts[0].is_contiguous():
+        sent = cuts[0].view(n, -1) if counts[0] else cuts[0].new_empty((n, 0))
+    else:
+        sent = cuts[0].new_empty((n, sum(counts)))
+        for part, cut, shape in zip(sent.split(counts, 1), cuts, shapes, strict=True):
+            part.unflatten(1, shape).copy_(cut)
+    del cuts
     for piece in pieces:
         piece.forget()
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)
 
     def unpack() -> Tensors:
-        outs, at = [], 0
-        for piece, shape, count in zip(pieces, shapes, counts, strict=True):
+        outs, parts = [], received.split(counts, 1)
+        for piece, part, shape in zip(pieces, parts, shapes, strict=True):
             sizes = n * piece.source.sizes[0], piece.target.sizes[0]
-            out = piece.empty(received, *sizes)
-            places = piece.exposed(out, *sizes).unflatten(piece.have_dim, (n, -1))
-            parts = received.narrow(1, at, count).unflatten(1, shape)
-            places.movedim(piece.have_dim, 0).copy_(parts)
-            outs.append(out)
-            at += count
+            if len(pieces) == 1 and piece.lies_ready():
+                out = received.view(piece.sizes(*sizes))
+            else:
+                out = piece.empty(received, *sizes)
+                places = piece.exposed(out, *sizes).unflatten(piece.have_dim, (n, -1))
+                places.movedim(piece.have_dim, 0).copy_(part.unflatten(1, shape))
+            outs.append(piece.as_given(out))
         return tuple(outs)
 
     return _Flight(work, sent, received.view(-1), unpack)
@@ -250,4 +309,4 @@ def _assemble(piece: _Piece, parts: Sequence[torch.Tensor], rank: int) -> torch.
     for part, start, size in zip(parts, source.offsets, source.sizes, strict=True):
         place = whole.narrow(piece.have_dim, start, size)
         place.add_(part) if isinstance(source, Cover) else place.copy_(part)
-    return out
+    return piece.as_given(out)

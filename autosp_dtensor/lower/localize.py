@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
+from ..capture.tap import Tap
 from ..graph import Facts, arg, arg_nodes, facts, result_nodes, set_facts
 from ..place import PlacedBlock, redistribute
 from ..place.rule import Local, fill
@@ -24,11 +25,13 @@ class Collective:
 
     kind: "all_to_all" (args: one tensor per move), "relayout", "all_gather", "reduce_scatter",
     "all_reduce", "slice", "scale_grad", "mean_grad".
+    tokens: of an all_to_all, for each move, the dim that counts tokens, if one does.
     """
 
     kind: str
     moves: tuple[tuple[Any, Any], ...] = ()
     factor: float = 1.0
+    tokens: tuple[int | None, ...] = ()
 
     @property
     def __name__(self) -> str:  # what fx and explain print
@@ -57,19 +60,25 @@ class Drawn:
         raise AssertionError("a random call of the lowered graph is bound to a rank before it runs")
 
 
-def localize(placed: Graph, axis_size: int, blocks: dict[PlacedBlock, Any] | None = None) -> Graph:
+def localize(
+    placed: Graph,
+    axis_size: int,
+    blocks: dict[PlacedBlock, Any] | None = None,
+    *,
+    whole_border: bool = False,
+) -> Graph:
     """Each node becomes the same call on local tensors, each redistribute a collective or a slice.
 
     Sharded results multiply the gradient that comes in by n, whole float inputs that ask for a
     gradient get the mean of all ranks' shares, so that gradients at the program's border are those
-    of one device.
+    of one device. Factors that cancel are left out, unless `whole_border` asks for all of them.
 
     blocks: what each block became, when this is the graph of a whole program; None for a block's
     own graph.
     """
     lowered = Graph()
     made: dict[Node, Node] = {}
-    is_program = blocks is not None
+    has_border = blocks is not None and (whole_border or not _cancels(placed))
 
     def add(
         like: Node, target: Any, args: tuple[Any, ...], kwargs: Any = None, **changes: Any
@@ -84,7 +93,7 @@ def localize(placed: Graph, axis_size: int, blocks: dict[PlacedBlock, Any] | Non
             made[node] = lowered.create_node(node.op, node.target, name=node.name)
             set_facts(made[node], known)
         elif node.op == "output":
-            factor = float(axis_size) if is_program else 1.0
+            factor = float(axis_size) if has_border else 1.0
             results = [_result(each, made[each], factor, add) for each in result_nodes(node)]
             set_facts(lowered.output(tuple(results)), known)
         elif isinstance(node.target, PlacedBlock):
@@ -92,15 +101,34 @@ def localize(placed: Graph, axis_size: int, blocks: dict[PlacedBlock, Any] | Non
             made[node] = add(node, blocks[node.target], tuple(made[a] for a in arg_nodes(node)))
         elif node.target is redistribute:
             source, target = node.args[1:]
-            made[node] = add(node, _collective(source, target), (made[arg(node, 0)],))
+            made[node] = add(node, _collective(source, target, known.home), (made[arg(node, 0)],))
         elif node.target is operator.getitem and known.option is None:
             made[node] = add(node, operator.getitem, (made[arg(node, 0)], node.args[1]))
         else:
             made[node] = _call(node, known, made, add)
-    if is_program:
+    if has_border:
         _border_gradients(lowered, axis_size)
     lowered.lint()
     return lowered
+
+
+def _cancels(placed: Graph) -> bool:
+    """Whether every gradient comes in times n and goes out over n: attention alone, on DTensors.
+
+    Backward is linear in the gradient, so both may go. Not where a parameter or a whole value gets
+    a gradient, nor where hooks see one on the way.
+    """
+    ends: list[Node] = []
+    for node in placed.nodes:
+        target: Any = node.target
+        if isinstance(target, PlacedBlock) or isinstance(getattr(target, "func", None), Tap):
+            return False
+        if node.op in ("placeholder", "get_attr"):
+            ends.append(node)
+        elif node.op == "output":
+            ends.extend(result_nodes(node))
+    known = [facts(node) for node in ends]
+    return all(isinstance(f.placement, Shard) for f in known if f.meta.requires_grad)
 
 
 def _result(node: Node, held: Node, factor: float, add: Callable[..., Node]) -> Node:
@@ -131,14 +159,15 @@ def _call(node: Node, known: Facts, made: dict[Node, Node], add: Callable[..., N
     return add(node, target, args, kwargs)
 
 
-def _collective(source: Any, target: Any) -> Collective:
+def _collective(source: Any, target: Any, home: Shard | None) -> Collective:
     match source, target:
         case Replicate(), Shard():
             return Collective("slice", ((source, target),))
         case Shard(), Shard() if source.dim == target.dim:
             return Collective("relayout", ((source, target),))
         case Shard(), Shard():
-            return Collective("all_to_all", ((source, target),))
+            tokens = (home.dim if home is not None else None,)
+            return Collective("all_to_all", ((source, target),), tokens=tokens)
         case Shard(), Replicate():
             return Collective("all_gather", ((source, target),))
         case Partial(), Shard():
@@ -185,9 +214,10 @@ def flatten_exchanges(graph: Graph) -> Graph:
         if len(moves) < 2 or len({facts(a).meta.dtype for a in moves}) > 1:
             continue
         pairs = tuple(move.target.moves[0] for move in moves)
+        tokens = tuple(move.target.tokens[0] for move in moves)
         with graph.inserting_after(max(moves)):
             fused = graph.call_function(
-                Collective("all_to_all", pairs), tuple(m.args[0] for m in moves)
+                Collective("all_to_all", pairs, tokens=tokens), tuple(m.args[0] for m in moves)
             )
         first = facts(moves[0])
         set_facts(

@@ -64,10 +64,10 @@ def build(call: Call, mesh: DeviceMesh, options: Options, host: Host | None = No
         frozenset(regions),
         constants.read,
     )
-    flat = lower(placed, mesh.size(), captured.fake_mode)
+    made_here = openable(call) if options.tile != "none" else {}
+    flat = lower(placed, mesh.size(), captured.fake_mode, whole_border=bool(made_here))
     root = cut_regions(flat, regions)
     grad = torch.is_grad_enabled()
-    made_here = openable(call) if options.tile != "none" else {}
     open_inputs(root, made_here)
     tile_free(root, len(captured.template.tensors), options.tile, grad=grad)
     policy = choose_policy(root, captured, live, mesh, options) if grad else Policy()

@@ -122,7 +122,8 @@ class _Writer:
 
     def _exchange(self, call: Any, target: Any, args: list[str]) -> str:
         group, moves = self._constant(self.link.group, key="group"), self._constant(target.moves)
-        return f"{self._constant(call)}({group}, {self.link.rank}, {moves}, {', '.join(args)})"
+        given = ", ".join([str(self.link.rank), moves, *args, f"tokens={target.tokens}"])
+        return f"{self._constant(call)}({group}, {given})"
 
     def _call(self, node: Node, names: dict[Node, str]) -> str:
         target: Any = node.target

@@ -175,7 +175,11 @@ def openable(call: Call) -> dict[int, Deferred]:
     for number, (tensor, placement) in enumerate(zip(call.tensors, call.placements, strict=True)):
         if isinstance(tensor, LazyDTensor) and tensor.pending:
             deferred: Deferred = tensor.recipe.key
-            if facts(next(reversed(deferred.source.nodes))).placement == placement:
+            made = facts(next(reversed(deferred.source.nodes)))
+            if not isinstance(placement, Shard) or made.placement != placement:
+                continue
+            # A program without factors at its border counts gradients in another way.
+            if deferred.factor == len(placement.sizes) or not made.meta.requires_grad:
                 found[number] = deferred
     return found
 

@@ -170,8 +170,8 @@ class Program:
             constants = map_aggregate(
                 (node.args, node.kwargs), lambda v: "%" if isinstance(v, Node) else v
             )
-            moves = getattr(node.target, "moves", "")
-            row = f"{name} {moves} {constants} {known.outs} {known.placements} x{count}"
+            moves, tokens = (getattr(node.target, each, "") for each in ("moves", "tokens"))
+            row = f"{name} {moves} {tokens} {constants} {known.outs} {known.placements} x{count}"
             sends = isinstance(node.target, Collective) and node.target.sends
             (ordered if sends or isinstance(node.target, Drawn) else rest).append(row)
         return _ADDRESS.sub("", "\n".join([*ordered, *sorted(rest), *self._sent_again()]))

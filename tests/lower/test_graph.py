@@ -117,6 +117,47 @@ def test_input_without_gradient_has_no_border() -> None:
     assert _border(lowered(lambda x: x.softmax(-1).sum(), (x,), 3)) == []
 
 
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _parts(n: int) -> dict[str, Any]:
+    """q, k and v as DTensors, split along the sequence."""
+    sizes = tuple(13 // n + (r < 13 % n) for r in range(n))
+    args = tuple(torch.randn(2, 13, 4, 6, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    return {"args": args, "n": n, "sharded": {k: Shard(1, sizes) for k in range(3)}}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_factors_of_attention_alone_on_dtensors_cancel(n: int) -> None:
+    assert _border(assert_program_equals_whole(_attention, **_parts(n))) == []
+
+
+def test_factors_stay_where_something_else_gets_a_gradient_or_gives_one() -> None:
+    weight = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    given = _parts(3)
+    each = [("scale_grad", 1 / 3)] * 3
+
+    def with_weight(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _attention(q, k, v) * weight
+
+    def with_loss(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = _attention(q, k, v)
+        return out, out.sum()
+
+    def loss_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _attention(q, k, v).sum()
+
+    for call in (with_weight, with_loss):
+        border = _border(assert_program_equals_whole(call, **given))
+        assert sorted(border) == [*each, ("scale_grad", 3.0)]
+    assert _border(assert_program_equals_whole(loss_alone, **given)) == each
+    whole = given | {"sharded": {0: given["sharded"][0], 1: given["sharded"][1]}}
+    border = _border(assert_program_equals_whole(_attention, **whole))
+    assert sorted(border) == [("mean_grad", 3), *each[:2], ("scale_grad", 3.0)]
+
+
 # -- the check -------------------------------------------------------------------------------------
 
 

@@ -258,3 +258,30 @@ def per_token_losses(rank: Rank, n: int) -> None:
 
 def test_losses_per_token_come_in_order_and_carry_gradients() -> None:
     run_on_ranks(per_token_losses, 2, n=2)
+
+
+def tokenwise_result(rank: Rank, by_hand: bool) -> None:
+    """A loss for each token leaves the program as a DTensor: its factors at the border stay."""
+    import autosp_dtensor as autosp
+
+    mesh = rank.mesh(sp=2)
+    ids = models.random_ids()
+    whole, split = ModelT(), autosp.parallelize(ModelT(), mesh, tile=3)
+    each = autosp.parallelize(token_losses, mesh, tile=3)
+    logits = split(ids).logits
+    if by_hand:
+        logits.detach()  # made before: an ordinary DTensor to the function
+    each(logits, ids).square().sum().full_tensor().backward()
+    autosp.sync_gradients(split)
+    token_losses(whole(ids).logits, ids).square().sum().backward()
+    for (name, a), b in zip(split.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
+
+
+def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["made", "not made"])
+def test_loss_for_each_token_of_logits_that_are_not_made(by_hand: bool) -> None:
+    run_on_ranks(tokenwise_result, by_hand, n=2)

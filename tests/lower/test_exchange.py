@@ -1,0 +1,141 @@
+"""What travels has one order on all ranks, whatever their strides; only needed copies are made."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from autosp_dtensor.lower import exchange
+from autosp_dtensor.placement import Shard
+from tests.lower import wire
+from tests.lower.wire import on_ranks
+from tests.pieces import cut, shardings
+from tests.simulate import lowered
+
+
+def laid(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The same values, dims in memory in another order."""
+    return x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
+
+
+def memory_order(x: Tensor) -> list[int]:
+    return sorted((d for d in range(x.dim()) if x.shape[d] > 1), key=lambda d: -x.stride(d))
+
+
+def _shards(dim: int, length: int, n: int) -> list[Shard]:
+    return [Shard(dim, sizes, outer) for sizes, outer in shardings(length, n)]
+
+
+@pytest.mark.parametrize("tokens", [None, 1, 2])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_ranks_may_lay_their_parts_out_differently(n: int, batch: int, tokens: int | None) -> None:
+    """Values and gradients, bit for bit: each rank, and each gradient, in an order of its own."""
+    whole = torch.randn(batch, 12, 8, 3, generator=torch.Generator().manual_seed(n))
+    orders = list(itertools.permutations(range(4)))
+    for number, pair in enumerate(itertools.product(_shards(1, 12, n), _shards(2, 8, n))):
+        source, target = pair if number % 2 else pair[::-1]
+        parts = cut(whole, source, n)
+        wanted = cut(whole, target, n)
+
+        def body(group: Any, rank: int, number=number, move=(source, target), parts=parts) -> Any:
+            order, other = orders[(5 * number + 7 * rank) % 24], orders[(number + 11 * rank) % 24]
+            x = laid(parts[rank], order).requires_grad_()
+            (out,) = exchange.all_to_all(group, rank, (move,), x, tokens=(tokens,))
+            grad = laid(out.detach() * 2, other)
+            return out.detach(), torch.autograd.grad(out, x, grad)[0]
+
+        results, _ = on_ranks(n, body)
+        for (out, grad), want, part in zip(results, wanted, parts, strict=True):
+            assert torch.equal(out, want), f"{source} -> {target}"
+            assert torch.equal(grad, part * 2), f"{source} -> {target}"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)])
+def test_dims_of_the_result_lie_as_those_of_the_input(order: tuple[int, ...]) -> None:
+    move = Shard(2, (4, 4)), Shard(1, (3, 3))
+    parts = cut(torch.randn(2, 6, 8, 5), move[0], 2)
+
+    def body(group: Any, rank: int) -> Tensor:
+        x = laid(parts[rank], order)
+        return exchange.all_to_all(group, rank, (move,), x, tokens=(2,))[0]
+
+    for out in on_ranks(2, body)[0]:
+        assert memory_order(out) == list(order)
+
+
+class Copies(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("copy_", "clone", "cat")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Copies that one exchange of these values makes, on each rank."""
+    real = wire._all_to_all
+
+    def sent(*args: Any, **kwargs: Any) -> None:
+        with _disable_current_modes():  # the stand-in for a network copies as well
+            real(*args, **kwargs)
+
+    monkeypatch.setattr(wire, "_all_to_all", sent)
+
+    def count(move: tuple[Shard, Shard], tokens: int, *values: Tensor) -> list[int]:
+        parts = [cut(x, move[0], 2) for x in values]
+
+        def body(group: Any, rank: int) -> int:
+            mine = [p[rank].transpose(1, 2).contiguous().transpose(1, 2) for p in parts]
+            with Copies() as copies:
+                exchange.all_to_all(
+                    group, rank, (move,) * len(mine), *mine, tokens=(tokens,) * len(mine)
+                )
+            return copies.count
+
+        return on_ranks(2, body)[0]
+
+    return count
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_one_value_of_one_row_is_copied_once(counted: Callable[..., list[int]], back: bool) -> None:
+    """[1, H, S, D] in memory as [1, S, H, D]: what comes in, or what goes out, lies ready."""
+    move = Shard(2, (4, 4)), Shard(1, (3, 3))
+    assert counted(move[::-1] if back else move, 2, torch.randn(1, 6, 8, 5)) == [1, 1]
+
+
+def test_no_value_is_copied_more_than_twice(counted: Callable[..., list[int]]) -> None:
+    move = Shard(2, (4, 4)), Shard(1, (3, 3))
+    assert counted(move, 2, torch.randn(2, 6, 8, 5)) == [2, 2]
+    assert counted(move, 2, *(torch.randn(1, 6, 8, 5) for _ in "qkv")) == [6, 6]
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_program_says_which_dim_counts_tokens(heads_first: bool) -> None:
+    table = torch.randn(16, 24, dtype=torch.float64)
+
+    def forward(ids: Tensor) -> Tensor:
+        x = F.embedding(ids, table).unflatten(-1, (4, 6))
+        q = x.transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q + 1, q + 2, is_causal=True)
+        return (y if heads_first else y.transpose(1, 2)) * 2
+
+    program = lowered(forward, (torch.zeros(2, 8, dtype=torch.int64),), 2)
+    exchanges = program.named("all_to_all")
+    assert exchanges
+    for node in exchanges:
+        for (source, target), tokens in zip(node.target.moves, node.target.tokens, strict=True):
+            assert tokens in (source.dim, target.dim)
+            sizes = source.sizes if tokens == source.dim else target.sizes
+            assert sizes == (4, 4)  # of 8 tokens, not of 4 heads
