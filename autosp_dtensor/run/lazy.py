@@ -12,12 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch import LazyDTensor, fsdp_begin_backward, fsdp_owner, once_differentiable
+from .._torch import fsdp_begin_backward, fsdp_owner
 from ..autocast import autocast_state, under
 from ..capture import Call
 from ..checkpoint import Deferred, Later
 from ..errors import UsageError
 from ..graph import Meta, Origin, describe, facts
+from ..lazy_dtensor import LazyDTensor
+from ..place.refuse import first_gradient_alone
 from ..placement import Shard
 from .border import as_dtensor
 
@@ -42,15 +44,19 @@ class Held:
         if live is not None and origin is not None and origin.kind == "param":
             owned = fsdp_owner(live, live.get_submodule(origin.module), origin.name)
         owner, counted = owned or (None, tensor)
-        return Held(tensor, owner, counted, counted._version)
+        return Held(tensor, owner, counted, _version(counted))
 
     @property
     def changed(self) -> bool:
-        return self.counted._version != self.version
+        return _version(self.counted) != self.version
 
     @property
     def gone(self) -> bool:
         return self.tensor.numel() > 0 and not self.tensor.untyped_storage().nbytes()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # those have none
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +126,7 @@ class _Made(torch.autograd.Function):
         return lazy
 
     @staticmethod
-    @once_differentiable
+    @first_gradient_alone("results made by tiles", 'parallelize(..., tile="none")')
     def backward(ctx: Any, grad: Any):
         if isinstance(grad, DTensor):
             grad = grad.redistribute(placements=ctx.placements).to_local()
@@ -170,7 +176,7 @@ def openable(call: Call) -> dict[int, Deferred]:
     """The inputs of a call, by number, that its program can make of what they are made of."""
     found = {}
     for number, (tensor, placement) in enumerate(zip(call.tensors, call.placements, strict=True)):
-        if isinstance(tensor, LazyDTensor) and tensor.pending:
+        if isinstance(tensor, LazyDTensor) and tensor.openable:
             deferred: Deferred = tensor.recipe.key
             if facts(next(reversed(deferred.source.nodes))).placement == placement:
                 found[number] = deferred
@@ -188,6 +194,8 @@ def opened(lazy: list[LazyDTensor]) -> Iterator[list[torch.Tensor]]:
         for each in lazy:
             recipe: Recipe = each.recipe
             stack.enter_context(gathered(recipe.held, recipe.name, f"{tuple(each.shape)}"))
+            if torch.is_grad_enabled() and each.requires_grad:
+                each.opened()
         yield [t for each in lazy for t in each.recipe.later.tensors]
 
 
