@@ -27,6 +27,7 @@ class LazyDTensor(DTensor):
     _watched: bool
     _passed: bool
     recipe: Any
+    local_shape: torch.Size
 
     @classmethod
     def like(
@@ -38,6 +39,7 @@ class LazyDTensor(DTensor):
         lazy = cls(shown._local_tensor, shown._spec, requires_grad=False)  # type: ignore[call-arg]
         lazy._made, lazy._make, lazy.recipe = None, make, recipe
         lazy._watched = lazy._passed = False
+        lazy.local_shape = shown._local_tensor.shape
         return lazy
 
     @property
@@ -48,11 +50,23 @@ class LazyDTensor(DTensor):
     @property
     def openable(self) -> bool:
         """Whether a program may make it itself; then no gradient comes to this tensor."""
-        return self.pending and not self._watched
+        return self.pending and not self._watched and self.recipe is not None
 
     def opened(self) -> None:
         """A program has made it itself, for a gradient."""
         self._passed = True
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any tensor; another dtype of what is not made is not made, either. (FSDP2's
+        `output_dtype`, and others around a model, cast all results, read or not.)
+        """
+        if self.pending and not kwargs and len(args) == 1 and isinstance(args[0], torch.dtype):
+            return self if args[0] == self.dtype else _Cast.apply(self, args[0])
+        return super().to(*args, **kwargs)
+
+    def float(self, *args: Any, **kwargs: Any) -> Any:
+        """As `to`."""
+        return super().float(*args, **kwargs) if args or kwargs else self.to(torch.float32)
 
     def register_hook(self, hook: Any) -> Any:
         """As of any tensor; what it is given to from now on leaves a gradient here."""
@@ -80,9 +94,15 @@ class LazyDTensor(DTensor):
     @property
     def _local_tensor(self) -> Any:
         if self._made is None:
-            with torch.no_grad():
-                self._made = self._make()
+            self._made = self.part()
         return self._made
+
+    def part(self) -> torch.Tensor:
+        """Its local part, which is not kept for it."""
+        if self._made is not None:
+            return self._made
+        with torch.no_grad():
+            return self._make()
 
     @_local_tensor.setter
     def _local_tensor(self, value: torch.Tensor) -> None:  # pyright: ignore
@@ -111,3 +131,27 @@ class LazyDTensor(DTensor):
 
         args, kwargs = tree_map(real, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyDTensor, dtype: torch.dtype) -> LazyDTensor:
+        ctx.dtype = lazy.dtype
+        local = lazy.local_shape
+        stand_in = torch.empty((), dtype=dtype, device=lazy.device).expand(local)
+        shown = DTensor.from_local(
+            stand_in,
+            lazy.device_mesh,
+            lazy.placements,
+            run_check=False,
+            shape=lazy.shape,
+            stride=lazy.stride(),
+        )
+        cast = LazyDTensor.like(shown, lambda: lazy.part().to(dtype))
+        if not dtype.is_floating_point:
+            ctx.mark_non_differentiable(cast)
+        return cast
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any):
+        return grads[0].to(ctx.dtype), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch import fsdp_begin_backward, fsdp_owner
 from ..autocast import autocast_state, under
@@ -26,6 +29,26 @@ from .border import as_dtensor
 __all__ = ["Recipe", "begins_backward", "lazy_dtensor", "openable", "opened"]
 
 
+# How often optimizers have changed a parameter. Tensors' own counts do not tell of fused ones, nor,
+# of FSDP2's parameters, of those that take many at a time.
+_steps: Any = WeakIdKeyDictionary()
+
+
+@functools.cache
+def _count_steps() -> None:
+    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                _steps[parameter] = _steps.get(parameter, 0) + 1
+
+    register_optimizer_step_post_hook(count)
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    own = 0 if tensor.is_inference() else tensor._version  # those have none
+    return own, _steps.get(tensor, 0)
+
+
 @dataclass(frozen=True)
 class Held:
     """A tensor that a result is made of. owner: the FSDP2 module that gathers it; counted: what
@@ -35,16 +58,16 @@ class Held:
     tensor: torch.Tensor
     owner: Any
     counted: torch.Tensor
-    version: int
+    version: tuple[int, int]
 
     @staticmethod
     def of(tensor: torch.Tensor, origin: Origin | None, live: nn.Module | None) -> Held:
-        tensor = tensor.detach()
         owned = None
         if live is not None and origin is not None and origin.kind == "param":
             owned = fsdp_owner(live, live.get_submodule(origin.module), origin.name)
-        owner, counted = owned or (None, tensor)
-        return Held(tensor, owner, counted, _version(counted))
+        given = tensor if tensor.is_leaf else tensor.detach()
+        owner, counted = owned or (None, given)
+        return Held(tensor.detach(), owner, counted, _version(counted))
 
     @property
     def changed(self) -> bool:
@@ -53,10 +76,6 @@ class Held:
     @property
     def gone(self) -> bool:
         return self.tensor.numel() > 0 and not self.tensor.untyped_storage().nbytes()
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # those have none
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +109,7 @@ def lazy_dtensor(
     Raises:
         UsageError: when it is read after the optimizer has changed a parameter that it is made of.
     """
+    _count_steps()
     held = [
         Held.of(t, origin, live)
         for t, origin in zip(later.tensors, later.deferred.origins, strict=True)

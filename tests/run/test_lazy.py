@@ -100,6 +100,36 @@ def test_inference_mode(mesh: DeviceMesh) -> None:
     torch.testing.assert_close((loss, whole(logits)), tuple(x.detach() for x in want))
 
 
+@pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}, {}], ids=str)
+def test_logits_are_not_made_of_parameters_after_a_step(
+    mesh: DeviceMesh, kind: dict[str, bool]
+) -> None:
+    """Fused optimizers change parameters without counting it on them."""
+    (split, _), _ = pair(mesh)
+    optimizer = torch.optim.AdamW(split.parameters(), **kind)
+    loss, logits = split(IDS, TARGET)
+    loss.backward()
+    optimizer.step()
+    with pytest.raises(UsageError, match="has changed"):
+        logits.to_local()
+
+
+@pytest.mark.parametrize("cast", [lambda x: x.to(torch.float32), lambda x: x.float()])
+def test_logits_in_another_dtype_are_not_made_either(mesh: DeviceMesh, cast: Any) -> None:
+    """What stands around a model casts its results, read or not."""
+    (split, _), (model, _) = pair(mesh)
+    loss, logits = split(IDS, TARGET)
+    found = cast(logits)
+    assert found.dtype == torch.float32
+    assert found.pending and logits.pending
+    want, other = model(IDS, TARGET)
+    torch.testing.assert_close(whole(found), other.float())
+    assert logits.pending
+    (loss + whole(found).square().mean()).backward()
+    (want + other.float().square().mean()).backward()
+    same_gradients(split, model)
+
+
 def test_logits_in_a_file_are_a_plain_dtensor(mesh: DeviceMesh) -> None:
     (split, _), _ = pair(mesh)
     logits = split(IDS)
