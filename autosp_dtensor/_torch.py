@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import function as _function
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -40,7 +39,6 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FsdpParameter",
-    "LazyDTensor",
     "OpOverload",
     "TorchDispatchMode",
     "TorchFunctionMode",
@@ -59,6 +57,7 @@ __all__ = [
     "functions_run_by",
     "has_backward_hooks_on_all",
     "hook_counts",
+    "is_fsdp_hook",
     "memory_tracker",
     "module_hook_dicts",
     "neg_view",
@@ -66,6 +65,7 @@ __all__ = [
     "once_differentiable",
     "original_class",
     "reduce_scatter_single",
+    "tree_map",
     "unset_fake_temporarily",
     "user_hooks",
 ]
@@ -86,7 +86,8 @@ def module_hook_dicts() -> tuple[str, ...]:
     return _HOOK_DICTS
 
 
-def _is_fsdp_hook(hook: Any) -> bool:
+def is_fsdp_hook(hook: Any) -> bool:
+    """Whether FSDP2 has put it there, on a module or a tensor."""
     inner = getattr(hook, "__wrapped__", hook)
     owner = getattr(inner, "__self__", None) or getattr(hook, "__self__", None)
     return type(owner).__module__.startswith("torch.distributed.fsdp")
@@ -98,7 +99,7 @@ def user_hooks(module: nn.Module, store: str) -> list[tuple[Any, bool]]:
     return [
         (hook, key in with_kwargs)
         for key, hook in getattr(module, store).items()
-        if not _is_fsdp_hook(hook)
+        if not is_fsdp_hook(hook)
     ]
 
 
@@ -109,7 +110,7 @@ def fsdp_hooks_alone(module: nn.Module) -> dict[str, Any]:
     kept = {}
     for store in ("_forward_pre_hooks", "_forward_hooks"):
         hooks = getattr(module, store)
-        kept[store] = type(hooks)((key, hook) for key, hook in hooks.items() if _is_fsdp_hook(hook))
+        kept[store] = type(hooks)((key, hook) for key, hook in hooks.items() if is_fsdp_hook(hook))
     return kept
 
 
@@ -336,59 +337,3 @@ def memory_tracker(
                 see(each)  # type: ignore[arg-type]
 
     return Tracker(model, optimizer)  # type: ignore[arg-type]
-
-
-class LazyDTensor(DTensor):
-    """A DTensor whose local part is made when something first asks for it.
-
-    It is an ordinary tensor to autograd; what lies below (dispatch, `to_local`) makes the part.
-    DTensor's own code reads `_local_tensor`, here a property, and hands subclasses to dispatch.
-    """
-
-    _made: torch.Tensor | None
-    _make: Callable[[], torch.Tensor]
-    recipe: Any
-
-    @classmethod
-    def like(
-        cls, shown: DTensor, make: Callable[[], torch.Tensor], recipe: Any = None
-    ) -> LazyDTensor:
-        """shown: a DTensor without data (expanded from one number) of the same shape. recipe: for
-        those who can do with what it is made of; its `key` is part of a program's.
-        """
-        lazy = cls(shown._local_tensor, shown._spec, requires_grad=False)  # type: ignore[call-arg]
-        lazy._made, lazy._make, lazy.recipe = None, make, recipe
-        return lazy
-
-    @property
-    def pending(self) -> bool:
-        """Whether its local part is still to be made."""
-        return self._made is None
-
-    @property
-    def _local_tensor(self) -> Any:
-        if self._made is None:
-            with torch.no_grad():
-                self._made = self._make()
-        return self._made
-
-    @_local_tensor.setter
-    def _local_tensor(self, value: torch.Tensor) -> None:  # pyright: ignore
-        """DTensor's constructor sets what stands in for the part."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def real(value: Any) -> Any:
-            if not isinstance(value, LazyDTensor):
-                return value
-            return DTensor.from_local(
-                value._local_tensor,
-                value.device_mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
-
-        args, kwargs = tree_map(real, (args, kwargs or {}))
-        return func(*args, **kwargs)

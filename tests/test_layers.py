@@ -19,9 +19,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What comes later may import what comes earlier, never the other way round.
 ORDER = [
-    "source", "errors", "placement", "autocast", "closures", "tree", "graph", "_torch", "mesh",
-    "capture", "place", "lower", "checkpoint", "run", "explain", "check", "api", "plan", "__init__",
-    "__main__",
+    "source", "errors", "placement", "autocast", "closures", "tree", "graph", "_torch",
+    "lazy_dtensor", "mesh", "capture", "place", "lower", "checkpoint", "run", "explain", "check",
+    "api", "plan", "__init__", "__main__",
 ]  # fmt: skip
 
 

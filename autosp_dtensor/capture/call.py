@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import LazyDTensor, fsdp_policy, hook_counts
+from .._torch import fsdp_policy, hook_counts
 from ..errors import CaptureError
 from ..graph import describe, meta_of
+from ..lazy_dtensor import LazyDTensor
 from ..placement import Placement
 from ..tree import Spec, flatten
 from .template import is_plain
@@ -54,7 +55,7 @@ class Call:
                 text = describe(meta_of(leaf), placed)
                 text += f" on {leaf.device.type}" if leaf.device.type != "cpu" else ""
                 text += " requires_grad" if leaf.requires_grad else ""
-                pending = isinstance(leaf, LazyDTensor) and leaf.pending
+                pending = isinstance(leaf, LazyDTensor) and leaf.openable
                 parts.append(text + (" not read yet" if pending else ""))
             elif is_plain(leaf):
                 parts.append(repr(leaf))
@@ -89,7 +90,7 @@ def read_call(
             call.tensors.append(leaf)
             call.placements.append(placed)
             recipe = None
-            if isinstance(leaf, LazyDTensor) and leaf.pending:
+            if isinstance(leaf, LazyDTensor) and leaf.openable:
                 recipe = leaf.recipe.key
             parts.append(
                 (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, placed, recipe)

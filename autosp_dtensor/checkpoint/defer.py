@@ -121,7 +121,7 @@ def open_inputs(root: Region, given: dict[int, Deferred]) -> None:
                 with graph.inserting_after(last):
                     made[node] = last = graph.placeholder(f"{node.name}_of_{number}")
                 set_facts(made[node], facts(node))
-        after, result = last, result_nodes(next(reversed(deferred.source.nodes)))[0]
+        after, result = last, result_nodes([*deferred.source.nodes][-1])[0]
         for node in deferred.source.nodes:
             if node.op == "call_function":
                 with graph.inserting_after(after):

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from .._torch import FakeTensor, once_differentiable
-from ..autocast import autocast_state, under
+from .._torch import FakeTensor
+from ..autocast import AutocastState, autocast_state, under
 from ..lower.layout import expose, take_shard
+from ..place.refuse import first_gradient_alone
 from ..placement import Shard
 
 __all__ = ["TiledCall"]
@@ -95,12 +96,17 @@ class TiledCall:
         one.
         """
         results = _Results(self.gives)
+        # One leaf for all tiles, so that autocast casts it once. (It keeps what it has cast.)
+        whole = [
+            t.detach().requires_grad_(w) if cut is None else t
+            for t, cut, w in zip(tensors, self.cuts, wanted, strict=True)
+        ]
         found = [_Gradient(t, cut) if w else None
                  for t, cut, w in zip(tensors, self.cuts, wanted, strict=True)]  # fmt: skip
         for tile in self.shown(tensors):
             parts = [
-                p.detach().requires_grad_(w)
-                for p, w in zip(self.part(tensors, tile), wanted, strict=True)
+                p if cut is None else p.detach().requires_grad_(w)
+                for p, cut, w in zip(self.part(whole, tile), self.cuts, wanted, strict=True)
             ]
             with torch.enable_grad():
                 outs = self.calls[tile](*parts)
@@ -197,6 +203,11 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in _HALVES else x
 
 
+def _takes_fp16(tensors: Tensors, autocast: AutocastState) -> bool:
+    cast = autocast is not None and autocast[1] and autocast[2] == torch.float16
+    return cast or any(t.dtype == torch.float16 for t in tensors)
+
+
 def _scaled(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """grad * factor, which bf16 would round and fp16 not hold; no copy of all of it is wide."""
     if grad.dtype not in _HALVES or not grad.dim():
@@ -227,7 +238,8 @@ class _Tiled(torch.autograd.Function):
         kinds = {t.device.type for t in tensors}
         ctx.autocast = autocast_state(next(iter(kinds)))
         ctx.dtypes = [t.dtype for t in tensors]
-        ctx.at_once = call.sums_once
+        # A loss is scaled so that fp16 holds its gradients: they cannot be made before.
+        ctx.at_once = call.sums_once and not _takes_fp16(tensors, ctx.autocast)
         if ctx.at_once:
             results, grads = call.run_with_gradients(tensors, wanted, None)
             ctx.has = [grad is not None for grad in grads]
@@ -240,7 +252,7 @@ class _Tiled(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @first_gradient_alone("operations that run by tiles", 'parallelize(..., tile="none")')
     def backward(ctx: Any, *incoming: torch.Tensor | None):
         if ctx.at_once:
             (factor,) = [g for g in incoming if g is not None] or [None]

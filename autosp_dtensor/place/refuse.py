@@ -1,17 +1,48 @@
-"""What a user is told of an operation that has no rule."""
+"""What a user is told of an operation that has no rule, and of a gradient of gradients."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import PlacementError
+from ..errors import PlacementError, UsageError
 from ..graph import Meta, describe
 from ..placement import Placement
+from ..source import call_site
 
-__all__ = ["Refusals"]
+__all__ = ["Refusals", "first_gradient_alone"]
+
+Backward = Callable[..., Any]
+
+
+def first_gradient_alone(what: str, fix: str) -> Callable[[Backward], Backward]:
+    """For a Function's backward that is neither linear nor differentiable itself. (torch's
+    `once_differentiable` lets it pass where the gradient that comes in is a constant.)
+
+    Raises:
+        UsageError: gradients of its gradients may be asked for; they would be wrong silently, as
+            autograd would take what it gives for constants.
+    """
+
+    def around(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def run(ctx: Any, *incoming: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *incoming)
+            raise UsageError(
+                f"gradients of gradients do not go through {what}.",
+                where=call_site("backward"),
+                have="create_graph=True",
+                why="their backward runs forward once more, part by part, and keeps nothing of it",
+                fix=fix,
+            )
+
+        return run
+
+    return around
 
 
 class Refusals:

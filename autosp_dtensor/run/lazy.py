@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +12,41 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch import LazyDTensor, fsdp_begin_backward, fsdp_parameters, once_differentiable
+from .._torch import fsdp_begin_backward, fsdp_parameters
 from ..autocast import autocast_state, under
 from ..capture import Call
 from ..checkpoint import Deferred, Later
 from ..errors import UsageError
 from ..graph import Meta, Origin, describe, facts
+from ..lazy_dtensor import LazyDTensor
+from ..place.refuse import first_gradient_alone
 from ..placement import Shard
 from .border import as_dtensor
 
 __all__ = ["Recipe", "begins_backward", "lazy_dtensor", "openable", "opened"]
+
+
+# How often optimizers have changed a parameter. Tensors' own counts do not tell of fused ones, nor,
+# of FSDP2's parameters, of those that take many at a time.
+_steps: Any = WeakIdKeyDictionary()
+
+
+@functools.cache
+def _count_steps() -> None:
+    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                _steps[parameter] = _steps.get(parameter, 0) + 1
+
+    register_optimizer_step_post_hook(count)
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    own = 0 if tensor.is_inference() else tensor._version  # those have none
+    return own, _steps.get(tensor, 0)
 
 
 @dataclass(frozen=True)
@@ -33,23 +58,22 @@ class Held:
     tensor: torch.Tensor
     owner: Any
     counted: torch.Tensor
-    version: int
+    version: tuple[int, int]
 
     @staticmethod
     def of(tensor: torch.Tensor, origin: Origin | None, live: nn.Module | None) -> Held:
-        tensor = tensor.detach()
-        owner, counted = None, tensor
+        owner, counted = None, tensor if tensor.is_leaf else tensor.detach()
         if live is not None and origin is not None and origin.kind == "param":
             parameter = getattr(live.get_submodule(origin.module), origin.name)
             for module in live.modules():
                 for managed in fsdp_parameters(module):
                     if any(each is parameter for each in managed.tensors):
                         owner, counted = module, managed.part
-        return Held(tensor, owner, counted, counted._version)
+        return Held(tensor.detach(), owner, counted, _version(counted))
 
     @property
     def changed(self) -> bool:
-        return self.counted._version != self.version
+        return _version(self.counted) != self.version
 
     @property
     def gone(self) -> bool:
@@ -87,6 +111,7 @@ def lazy_dtensor(
     Raises:
         UsageError: when it is read after the optimizer has changed a parameter that it is made of.
     """
+    _count_steps()
     held = [
         Held.of(t, origin, live)
         for t, origin in zip(later.tensors, later.deferred.origins, strict=True)
@@ -123,7 +148,7 @@ class _Made(torch.autograd.Function):
         return lazy
 
     @staticmethod
-    @once_differentiable
+    @first_gradient_alone("results made by tiles", 'parallelize(..., tile="none")')
     def backward(ctx: Any, grad: Any):
         if isinstance(grad, DTensor):
             grad = grad.redistribute(placements=ctx.placements).to_local()
@@ -173,9 +198,9 @@ def openable(call: Call) -> dict[int, Deferred]:
     """The inputs of a call, by number, that its program can make of what they are made of."""
     found = {}
     for number, (tensor, placement) in enumerate(zip(call.tensors, call.placements, strict=True)):
-        if isinstance(tensor, LazyDTensor) and tensor.pending:
+        if isinstance(tensor, LazyDTensor) and tensor.openable:
             deferred: Deferred = tensor.recipe.key
-            made = facts(next(reversed(deferred.source.nodes)))
+            made = facts([*deferred.source.nodes][-1])
             if not isinstance(placement, Shard) or made.placement != placement:
                 continue
             # A program without factors at its border counts gradients in another way.
@@ -195,6 +220,8 @@ def opened(lazy: list[LazyDTensor]) -> Iterator[list[torch.Tensor]]:
         for each in lazy:
             recipe: Recipe = each.recipe
             stack.enter_context(gathered(recipe.held, recipe.name, f"{tuple(each.shape)}"))
+            if torch.is_grad_enabled() and each.requires_grad:
+                each.opened()
         yield [t for each in lazy for t in each.recipe.later.tensors]
 
 

@@ -182,7 +182,8 @@ def tiled_loss_under_fsdp(rank: Rank, reshard: bool, blocks: bool, make: Callabl
     split = fully_shard(autosp.parallelize(split, mesh, tile=3), mesh=over,
                         reshard_after_forward=reshard)  # fmt: skip
     loss = autosp.parallelize(make, mesh, tile=3)
-    steps = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, split)]
+    # Many parameters at a time, as by default on a GPU.
+    steps = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=True) for m in (whole, split)]
     pending = []
     for step in range(2):
         want, got = whole(ids).logits, split(ids).logits

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from ..._torch import once_differentiable
 from ...autocast import autocast_state, under
+from ..refuse import first_gradient_alone
 from .frame import Rect
 from .tiles import Band, TileMask
 
@@ -151,7 +151,10 @@ class _Tiled(torch.autograd.Function):
         return (out, *stats)
 
     @staticmethod
-    @once_differentiable
+    @first_gradient_alone(
+        "attention with a mask that is made by parts",
+        "take such a gradient (a penalty on gradients) without parallelize",
+    )
     def backward(ctx: Any, *incoming: torch.Tensor):
         call: _Call = ctx.call
         q, k, v, *leaves = ctx.saved_tensors
