@@ -101,7 +101,9 @@ def find_chains(
             continue
         joining = members - kept
         groups = [
-            _closed(group, members, unit) for group in _connected(wide_of(members, unit, least))
+            _closed(group, members, unit)
+            for group in _connected(wide_of(members, unit, least))
+            if sum(map(_most_bytes, group)) >= least
         ]
         grown = [
             grow(nodes, joining) for nodes in groups if nodes and _chain(nodes, members, unit, base)
@@ -110,6 +112,11 @@ def find_chains(
             chain = _chain(nodes, members, unit, base)
             if chain is not None and chain.bytes >= max(least, 1):
                 yield chain
+
+
+def _most_bytes(node: Node) -> int:
+    """No less than what it adds to a chain's bytes."""
+    return local_bytes(node) + max(map(local_bytes, node.all_input_nodes), default=0)
 
 
 def members_of(graph: Graph, sizes: tuple[int, ...]) -> set[Node]:

@@ -129,7 +129,7 @@ def open_inputs(root: Region, given: dict[int, Deferred]) -> None:
                 set_facts(made[node], facts(node))
         # Gradients of a DTensor's parts are multiplied where it leaves a program and divided where
         # it enters the next; it does neither.
-        (holder,) = [inputs[number]]
+        holder = inputs[number]
         for user in [holder, *holder.users]:
             if user is holder or _scales(user):
                 user.replace_all_uses_with(made[result], delete_user_cb=lambda u: not _scales(u))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import operator
 from collections.abc import Callable
@@ -71,14 +72,18 @@ def tile_chains(
     Returns:
         how many there are.
     """
-    found = record(region)
-    base = {found.nodes[k]: found.nodes[b] for k, b in found.base.items() if b is not None}
+
+    @functools.cache
+    def bases() -> dict[Node, Node]:
+        found = record(region)
+        return {found.nodes[k]: found.nodes[b] for k, b in found.base.items() if b is not None}
+
     least = LEAST_BYTES if height is None else 1
     total = 0
     while True:
         made = 0
         gone: set[Node] = set()
-        for chain in list(find_chains(region.graph, least, lambda n: base.get(n, n), kept)):
+        for chain in list(find_chains(region.graph, least, lambda n: bases().get(n, n), kept)):
             if gone & {*chain.nodes, *chain.inputs} or not wanted(chain) or not is_convex(chain):
                 continue
             count = tile_count((*chain.nodes, *chain.inputs), height)
