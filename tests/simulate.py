@@ -269,11 +269,13 @@ def assert_program_equals_whole(
     sharded: dict[int, Shard] | None = None,
     reference: Any = None,
     tile: int | None = TILE,
+    close: dict[str, float] | None = None,
     **kwargs: Any,
 ) -> Lowered:
     """The split program gives the results, states and gradients of one device, on every rank.
 
-    reference: what one device runs, where it is not the target itself.
+    reference: what one device runs, where it is not the target itself. close: tolerances, where
+    something inside is computed in less precision than the results have.
     """
     if reference is None:
         reference = copy.deepcopy(target) if isinstance(target, nn.Module) else target
@@ -300,6 +302,7 @@ def assert_program_equals_whole(
     torch.testing.assert_close(
         [x for x in got_leaves if isinstance(x, Tensor)],
         [x for x in want_leaves if isinstance(x, Tensor)],
+        **(close or {}),
     )
     assert [x for x in got_leaves if not isinstance(x, Tensor)] == [
         x for x in want_leaves if not isinstance(x, Tensor)
@@ -309,7 +312,7 @@ def assert_program_equals_whole(
         torch.testing.assert_close(glued[index].detach(), state.detach())
     if gradients:
         results = locals_, placements, want_leaves, glued
-        _assert_gradients(program, reference, given, copies, inputs, *results)
+        _assert_gradients(program, reference, given, copies, inputs, *results, close or {})
     return program
 
 
@@ -323,6 +326,7 @@ def _assert_gradients(
     placements: Sequence[Placement],
     want_leaves: list[Any],
     glued: list[Tensor],
+    close: dict[str, float],
 ) -> None:
     """Against random cotangents. A replicated result is a result of every rank; a split one is one
     DTensor, whose gradient comes in once."""
@@ -356,7 +360,9 @@ def _assert_gradients(
     want = torch.autograd.grad(whole, [*theirs, *(given[k] for k in asked)], allow_unused=True)
     for name, a, b, x in zip(names, got, want, own, strict=False):
         a, b = (torch.zeros_like(x) if g is None else g for g in (a, b))
-        torch.testing.assert_close(a / n, b, msg=lambda m, name=name: f"gradient of {name}: {m}")
+        torch.testing.assert_close(
+            a / n, b, msg=lambda m, name=name: f"gradient of {name}: {m}", **close
+        )
     for j, k in enumerate(asked):  # every rank holds the true gradient of what it was given
         true = want[len(own) + j]
         parts = cut(torch.zeros_like(given[k]) if true is None else true, inputs[k], n)

@@ -175,8 +175,9 @@ def model(attention: Attention) -> Callable[..., Tensor]:
     return call
 
 
-def run(attention: Attention, n: int) -> Lowered:
-    return assert_program_equals_whole(model(attention), (IDS, DOCUMENTS, PADDING), n)
+def run(attention: Attention, n: int, **close: float) -> Lowered:
+    inputs = (IDS, DOCUMENTS, PADDING)
+    return assert_program_equals_whole(model(attention), inputs, n, close=close)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -193,7 +194,8 @@ def test_softmax_in_fp32_stays_so(n: int) -> None:
         scores = q @ k.mT + padded(p)
         return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
-    (node,) = run(attention, n).named("tiled_attention")
+    # Rows of strips are summed in another order, in fp32; how far apart that is depends on the CPU.
+    (node,) = run(attention, n, rtol=2e-6, atol=2e-6).named("tiled_attention")
     assert node.kwargs["softmax"] == attend.Softmax(torch.float32, torch.float64)
 
 
