@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import function as _function
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -40,6 +41,7 @@ __all__ = [
     "FakeTensorMode",
     "FsdpParameter",
     "OpOverload",
+    "PartOnDemand",
     "TorchDispatchMode",
     "TorchFunctionMode",
     "UnsupportedOperatorException",
@@ -337,3 +339,27 @@ def memory_tracker(
                 see(each)  # type: ignore[arg-type]
 
     return Tracker(model, optimizer)  # type: ignore[arg-type]
+
+
+class PartOnDemand(DTensor):
+    """A DTensor that asks `local()` for its part. DTensor's own code reads `_local_tensor`, here a
+    property, and hands subclasses to dispatch.
+    """
+
+    @classmethod
+    def shown_as(cls, shown: DTensor) -> tuple[Any, torch.Size]:
+        """One that looks like another, whose data it never reads; and the shape of its part."""
+        made = cls(shown._local_tensor, shown._spec, requires_grad=False)  # type: ignore[call-arg]
+        return made, shown._local_tensor.shape
+
+    def local(self) -> torch.Tensor:
+        """The part."""
+        raise NotImplementedError
+
+    @property
+    def _local_tensor(self) -> Any:
+        return self.local()
+
+    @_local_tensor.setter
+    def _local_tensor(self, value: torch.Tensor) -> None:  # pyright: ignore
+        """DTensor's constructor sets what stands in for the part."""

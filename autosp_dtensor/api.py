@@ -170,8 +170,7 @@ def _options(
             why="it is what one rank's device may hold in a step",
             fix="for example memory_budget=70 * 2**30",
         )
-    number = isinstance(offload, int) and not isinstance(offload, bool) and offload > 0
-    if not number and offload not in ("none", "auto"):
+    if not _is_count(offload) and offload not in ("none", "auto"):
         raise UsageError(
             f'offload is "none", "auto" or a number of bytes, got {offload!r}.',
             where=call_site(),
@@ -187,8 +186,7 @@ def _options(
             why="any other choice says by itself what is kept",
             fix="leave one of them out",
         )
-    number = isinstance(tile, int) and not isinstance(tile, bool) and tile > 0
-    if not number and tile not in ("auto", "none"):
+    if not _is_count(tile) and tile not in ("auto", "none"):
         raise UsageError(
             f'tile is "auto", "none" or a number of tokens, got {tile!r}.',
             where=call_site(),
@@ -197,6 +195,10 @@ def _options(
             fix='leave it out for "auto", or pass for example tile=4096',
         )
     return Options(seq_dim, check_ranks, checkpoint, memory_budget, tile, offload=offload)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def forward_of(model: Any) -> Forward | None:

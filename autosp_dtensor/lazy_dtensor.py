@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ._torch import is_fsdp_hook, tree_map
+from ._torch import PartOnDemand, is_fsdp_hook, tree_map
 from .errors import UsageError
 from .source import call_site
 
 __all__ = ["LazyDTensor"]
 
 
-class LazyDTensor(DTensor):
+class LazyDTensor(PartOnDemand):
     """A DTensor whose local part is made when something first asks for it.
 
     It is an ordinary tensor to autograd; what lies below (dispatch, `to_local`) makes the part.
-    DTensor's own code reads `_local_tensor`, here a property, and hands subclasses to dispatch.
     """
 
     _made: torch.Tensor | None
@@ -36,10 +35,9 @@ class LazyDTensor(DTensor):
         """shown: a DTensor without data (expanded from one number) of the same shape. recipe: for
         those who can do with what it is made of; its `key` is part of a program's.
         """
-        lazy = cls(shown._local_tensor, shown._spec, requires_grad=False)  # type: ignore[call-arg]
+        lazy, lazy.local_shape = cls.shown_as(shown)
         lazy._made, lazy._make, lazy.recipe = None, make, recipe
         lazy._watched = lazy._passed = False
-        lazy.local_shape = shown._local_tensor.shape
         return lazy
 
     @property
@@ -91,8 +89,8 @@ class LazyDTensor(DTensor):
             )
         self._watched = True
 
-    @property
-    def _local_tensor(self) -> Any:
+    def local(self) -> torch.Tensor:
+        """Its local part, made once."""
         if self._made is None:
             self._made = self.part()
         return self._made
@@ -104,13 +102,9 @@ class LazyDTensor(DTensor):
         with torch.no_grad():
             return self._make()
 
-    @_local_tensor.setter
-    def _local_tensor(self, value: torch.Tensor) -> None:  # pyright: ignore
-        """DTensor's constructor sets what stands in for the part."""
-
     def _plain(self) -> DTensor:
         return DTensor.from_local(
-            self._local_tensor,
+            self.local(),
             self.device_mesh,
             self.placements,
             run_check=False,

@@ -128,13 +128,7 @@ def main() -> None:
         results = {} if options.quick else kept_results().get(model, {})
         for name, row in ROWS.items():
             known = results.get(name)
-            fresh = known and (
-                known["versions"] == ran_with
-                or (
-                    "scheme" in row
-                    and {**known["versions"], "autosp": ""} == {**ran_with, "autosp": ""}
-                )
-            )
+            fresh = is_fresh(known, row, ran_with)
             if (fresh and not options.again) or not any(text in name for text in options.rows):
                 continue
             sys.stderr.write(f"{model}, {name}\n")

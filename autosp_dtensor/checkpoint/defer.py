@@ -24,7 +24,7 @@ from .chains import (
     wide_of,
 )
 from .operands import local_bytes
-from .tile import LEAST_BYTES, Tile, make_tile, tile_count
+from .tile import LEAST_BYTES, Tile, cut_of, make_tile, tile_count
 
 __all__ = ["Deferred", "Later", "defer_results", "open_inputs"]
 
@@ -171,7 +171,7 @@ def _wide_producers(graph: Graph, source: Node, least: int) -> tuple[Node, ...]:
     if not all(takes_as_made(node, nodes) for node in nodes):
         return ()
     taken = {u for n in nodes for u in n.all_input_nodes} - nodes
-    if any(_is_cut(u) and local_bytes(u) > unit * WIDER for u in taken):
+    if any(cut_of(u) and local_bytes(u) > unit * WIDER for u in taken):
         return ()
     order = {node: k for k, node in enumerate(graph.nodes)}
     return tuple(sorted(nodes, key=lambda n: order[n]))
@@ -179,8 +179,3 @@ def _wide_producers(graph: Graph, source: Node, least: int) -> tuple[Node, ...]:
 
 def _gives(node: Node) -> bool:
     return node.op == "output" or (_scales(node) and all(u.op == "output" for u in node.users))
-
-
-def _is_cut(node: Node) -> bool:
-    placements = facts(node).placements
-    return bool(placements) and hasattr(placements[0], "sizes")

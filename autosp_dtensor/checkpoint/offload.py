@@ -7,17 +7,15 @@ shorter: copies are hidden behind a region's own computation, and cost time only
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch.fx import Node
-
-from ..graph import arg_nodes, facts, result_nodes
-from ..lower import Call, Region, local_meta
+from ..graph import arg_nodes, result_nodes
+from ..lower import Call, Region
 from .choose import Checkpoint, Choice, Policy, asked, kept_bytes, name_of, steps
 from .cost import Device, seconds_of
+from .operands import local_bytes
 from .record import Record, record
 
 __all__ = ["moving_inputs", "offloading"]
@@ -51,16 +49,11 @@ def moving_inputs(root: Region, found: Record) -> dict[Region, dict[int, int]]:
             inputs[len(region.states) :], arg_nodes(node), strict=True
         ):
             if takers[given] == 1 and base[given] is not None and base[given] not in held:
-                sizes[k] += _bytes(placeholder)
+                sizes[k] += local_bytes(placeholder)
     return {
         region: {k: size // times[region] for k, size in sizes.items()}
         for region, sizes in total.items()
     }
-
-
-def _bytes(node: Node) -> int:
-    known = facts(node)
-    return math.prod(local_meta(known, 0, 0)) * known.meta.dtype.itemsize
 
 
 def offloading(

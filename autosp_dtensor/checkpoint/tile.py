@@ -21,7 +21,7 @@ from .operands import is_part, local_bytes, operands, placements_of
 from .steps import Steps
 from .tiled import TiledCall
 
-__all__ = ["LEAST_BYTES", "Tile", "make_tile", "tile_count"]
+__all__ = ["LEAST_BYTES", "Tile", "cut_of", "make_tile", "tile_count"]
 
 # Wide values of a chain on one rank below which tiles gain nothing; what the widest has in a tile;
 # tokens below which adding up weights' gradients in fp32 takes as long as the products.
