@@ -26,6 +26,7 @@ from .chains import (
     unit_of,
     wide_of,
 )
+from .grow import with_producers
 from .operands import local_bytes
 from .tile import LEAST_BYTES, Tile, cut_of, make_tile, tile_count
 
@@ -216,6 +217,7 @@ def _wide_producers(graph: Graph, source: Node, least: int) -> tuple[Node, ...]:
     taken = {u for n in nodes for u in n.all_input_nodes} - nodes
     if any(cut_of(u) and local_bytes(u) > unit * WIDER for u in taken):
         return ()
+    nodes = with_producers(nodes, members)  # a norm, whose fp32 copies a loss then need not keep
     order = {node: k for k, node in enumerate(graph.nodes)}
     return tuple(sorted(nodes, key=lambda n: order[n]))
 

@@ -10,7 +10,7 @@ from ..placement import Shard
 from .kinds import is_product
 from .operands import local_bytes, operands, placements_of
 
-__all__ = ["grow", "join"]
+__all__ = ["grow", "join", "with_producers"]
 
 
 def grow(nodes: set[Node], joining: set[Node]) -> set[Node]:
@@ -23,7 +23,7 @@ def grow(nodes: set[Node], joining: set[Node]) -> set[Node]:
         joining: the token-wise operations that may.
     """
     while True:
-        grown = _with_producers(nodes, joining)
+        grown = with_producers(nodes, joining)
         found = _after(grown, joining)
         if found is None:
             return grown
@@ -69,7 +69,7 @@ def _input_bytes(nodes: set[Node]) -> int:
     return sum(map(local_bytes, _inputs(nodes)))
 
 
-def _with_producers(nodes: set[Node], joining: set[Node]) -> set[Node]:
+def with_producers(nodes: set[Node], joining: set[Node]) -> set[Node]:
     """With what its inputs are made of, as far back as that takes the fewest bytes (a norm takes
     its input and a statistic of it, which is made of its input).
     """

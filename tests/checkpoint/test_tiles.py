@@ -256,6 +256,29 @@ def test_norm_and_residual_join_the_mlp() -> None:
         assert sum(cut is not None for cut in found.cuts) == 1
 
 
+class NormedHead(nn.Module):
+    """A norm by hand before the final projection; logits are a result as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.norm, self.head = nn.Embedding(16, 8), Norm(), nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.norm(self.table(ids)))
+        return F.cross_entropy(*flat(logits, target)), logits
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_norm_before_the_final_projection_joins_the_loss(n: int) -> None:
+    """So its copies in a wider dtype exist for one tile, though logits are a result: those are made
+    of what the norm takes, too.
+    """
+    program = assert_program_equals_whole(NormedHead().double(), (IDS, TARGET), n, tile=3)
+    assert {"rsqrt", "mean", "linear", "cross_entropy"} <= {*inside(program)}
+    assert not {"rsqrt", "mean", "linear", "mul"} & {*names(program)}
+
+
 def test_small_chains_are_left_alone_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(LOSSES["plain"], give=False)
     assert not tiles(lowered(model, (IDS, TARGET), 2, tile="auto"))
