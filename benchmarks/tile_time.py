@@ -1,0 +1,95 @@
+"""What tiles cost a step that would fit without them: sp=1, one process, one CPU thread.
+
+    python benchmarks/tile_time.py [--length 8192] [--vocabulary 32768] [--repeat 7]
+
+A Llama whose logits are large enough for tile="auto" to tile its loss. Forward and backward under
+tile="none" and "auto", one after the other in each round, in the processor's time; and the largest
+resident memory of each, by a process of its own (Linux).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autosp_dtensor as autosp
+
+MODES = ("none", "auto")
+
+
+def llama(vocabulary: int, length: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=256, intermediate_size=768, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=8, use_cache=False,
+        max_position_embeddings=length,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def seconds(model: nn.Module, ids: torch.Tensor) -> float:
+    start = time.process_time()
+    model(input_ids=ids, labels=ids).loss.backward()
+    taken = time.process_time() - start
+    model.zero_grad()
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--memory", choices=MODES, help="print a step's resident memory alone")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("sp",))
+    plain = llama(given.vocabulary, given.length)
+    ids = torch.randint(0, 256, (1, given.length))
+    if given.memory:
+        seconds(autosp.parallelize(plain, mesh, tile=given.memory), ids)
+        status = Path("/proc/self/status").read_text()  # getrusage tells the parent's as well
+        print(next(x.split()[1] for x in status.splitlines() if x.startswith("VmHWM")))
+        return
+    models = {m: autosp.parallelize(copy.deepcopy(plain), mesh, tile=m) for m in MODES}
+    for model in models.values():
+        seconds(model, ids)
+    (found,) = {line.split()[1] for line in str(autosp.explain(models["auto"])).splitlines()
+                if "tiles x" in line}  # fmt: skip
+    size = given.length * given.vocabulary * 4 / 2**20
+    print(f"{given.length:,} tokens, {given.vocabulary:,} classes: {size:.0f} MiB of fp32 logits, "
+          f"tiles {found}")  # fmt: skip
+    rounds = [{m: seconds(model, ids) for m, model in models.items()} for _ in range(given.repeat)]
+    for mode in MODES:
+        taken = statistics.median(each[mode] for each in rounds)
+        ratio = statistics.median(each[mode] / each["none"] for each in rounds)
+        own = subprocess.run(
+            [sys.executable, __file__, "--memory", mode, "--length", str(given.length),
+             "--vocabulary", str(given.vocabulary)],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        memory = int(own.stdout) / 2**20
+        print(f"tile={mode!r:<7} {1000 * taken:8.1f} ms, {ratio:.3f} of none; {memory:.2f} GiB")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
