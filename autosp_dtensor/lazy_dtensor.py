@@ -40,6 +40,24 @@ class LazyDTensor(PartOnDemand):
         lazy._watched = lazy._passed = False
         return lazy
 
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Any], context: Any, size: Any, stride: Any
+    ) -> LazyDTensor:
+        """How torch.compile makes one again of its part: made, and of the same class as it met."""
+        plain = PartOnDemand.__tensor_unflatten__(inner, context, size, stride)
+        made = LazyDTensor.made_of(plain)
+        made.requires_grad_(plain.requires_grad)
+        return made
+
+    @classmethod
+    def made_of(cls, plain: DTensor) -> LazyDTensor:
+        """One whose part is there."""
+        part = plain._local_tensor
+        made = cls.like(plain, lambda: part)
+        made._made = part
+        return made
+
     @property
     def pending(self) -> bool:
         """Whether its local part is still to be made."""
@@ -123,8 +141,12 @@ class LazyDTensor(PartOnDemand):
         def real(value: Any) -> Any:
             return value._plain() if isinstance(value, LazyDTensor) else value
 
+        given = args
         args, kwargs = tree_map(real, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten.detach.default and not given[0].pending:
+            return cls.made_of(result)  # torch.compile asks that it stay what it is
+        return result
 
 
 class _Cast(torch.autograd.Function):

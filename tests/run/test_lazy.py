@@ -196,3 +196,26 @@ def test_autocast_casts_a_weight_once_for_all_tiles(mesh: DeviceMesh) -> None:
                 loss.backward()
         most.append(held.most)
     assert most[1] <= most[0] + 2
+
+
+def compiled_loss(logits: Any, target: Tensor) -> Tensor:
+    return mean(logits.to_local(), target)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
+@pytest.mark.parametrize("read", [False, True], ids=["not made", "made"])
+def test_function_under_torch_compile_takes_logits(mesh: DeviceMesh, read: bool) -> None:
+    """As torchtitan compiles its loss: they are made for it, and it is compiled once."""
+    (split, _), (model, _) = pair(mesh)
+    torch.compiler.reset()
+    compiled = torch.compile(compiled_loss, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        logits = split(IDS)
+        if read:
+            logits.detach()
+        total = compiled(logits, TARGET)
+        total.backward()
+        mean(model(IDS), TARGET).backward()
+        same_gradients(split, model)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        torch.testing.assert_close(compiled(split(IDS), TARGET), total)
