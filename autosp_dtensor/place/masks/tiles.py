@@ -13,8 +13,9 @@ from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
-from ...graph import facts, set_facts
+from ...graph import facts, set_facts, short_name
 from .bounds import bounds, forbidden_below
 from .expression import Expression, Step
 from .frame import Frame, NotStatic, Rect
@@ -74,11 +75,12 @@ class TileMask:
         self._expression = Expression(root, product=product)
         self._shape = (1,) * (4 - len(meta.shape)) + meta.shape
         self._known: _Known | None = None
+        self._text = _text(root, product)
 
     def __repr__(self) -> str:
-        what = "mask" if self.product is None else "scores"
-        count = sum(step.kind != "small" for step in self._expression.root.walk())
-        return f"{what} of {count} operations"
+        """All that it computes: calls with equal texts are taken for equal, in blocks and by
+        ranks."""
+        return self._text
 
     def values(
         self, leaves: Sequence[torch.Tensor], rect: Rect, product: torch.Tensor | None = None
@@ -172,6 +174,18 @@ class TileMask:
             if bool(covered.all()):
                 return True
         return False
+
+
+def _text(root: Node, product: Node | None) -> str:
+    number = {node: f"%{k}" for k, node in enumerate(root.graph.nodes)}
+    rows = []
+    for node, name in number.items():
+        args, kwargs = map_aggregate((node.args, node.kwargs), lambda v: number.get(v, v))
+        target = getattr(node.target, "func", node.target)
+        called = f"{getattr(target, '__module__', '')}.{short_name(target)}"
+        rows.append(f"{name} = {called}{args}{kwargs or ''}: {facts(node).outs}")
+    what = "mask" if product is None else f"scores of {number[product]}"
+    return f"{what} {number[root]}: {'; '.join(rows)}"
 
 
 def tile_mask(root: Node) -> tuple[TileMask, list[Node]] | None:
