@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
+from ..capture.targets import Opaque
 from ..graph import short_name
 from .attention.fuse import fuse_attention
-from .attention.masking import MaskSearch, plain_or_tiled
+from .attention.masking import MaskSearch, noted, plain_or_tiled
 from .attention.sharing import share_key_heads
 from .losses import split_mean
 from .masks import ReadState
@@ -28,6 +29,8 @@ def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) ->
             node = plain_or_tiled(graph, node, masks)
         if name in ("scaled_dot_product_attention", "tiled_attention"):
             share_key_heads(graph, node)
+        elif isinstance(node.target, Opaque) and node.target.form:
+            noted(node, "the model's own call")
         elif name == "masked_scatter":
             look_up_marked(graph, node)
         else:

@@ -19,7 +19,7 @@ from ...capture.targets import UnderAutocast
 from ...graph import facts, set_facts, short_name
 from ..insert import bind
 from ..masks import Pattern, Softmax, tiled_attention
-from .masking import MaskSearch
+from .masking import MaskSearch, noted
 from .products import Product, as_product, split_baddbmm
 from .scores import CASTS, ScoreMask, walk_back
 
@@ -142,9 +142,7 @@ def _as_kernel(graph: Graph, found: _Attention, masks: MaskSearch) -> bool:
         return False  # a mask that has more heads or rows than the product
     patterns = [masks.pattern(mask.node) for mask in scores.masks]
     known_masks = all(pattern is not None for pattern in patterns)
-    if not known_masks and not all(
-        masks.tiles(mask.node) is not None and _forbids_wholly(mask) for mask in scores.masks
-    ):
+    if not known_masks and not _by_mask(scores.masks, masks):
         return False
     options: dict[str, Any] = {
         "dropout_p": found.dropout_p,
@@ -191,7 +189,8 @@ def _as_strips(graph: Graph, found: _Attention, masks: MaskSearch) -> None:
         leaves = tuple(tiles[1])
         if found.sink is not None:
             leaves, options["sink"] = (*leaves, _before_expand(found.sink)), True
-        _replace(graph, found, tiled_attention, operands, leaves, options)
+        fused = _replace(graph, found, tiled_attention, operands, leaves, options)
+        noted(fused, "strips: the model changes scores before softmax")
 
 
 def _operands(graph: Graph, before: Product, after: Product) -> tuple[Node, Node, Node] | None:
@@ -214,7 +213,7 @@ def _replace(
     operands: tuple[Node, Node, Node],
     leaves: tuple[Node, ...],
     options: dict[str, Any],
-) -> None:
+) -> Node:
     final = found.after.node
     fused = graph.call_function(target, (*operands, *leaves), options)
     q, v = facts(operands[0]).meta.shape, facts(operands[2]).meta.shape
@@ -222,6 +221,7 @@ def _replace(
     outs = (meta, *facts(final).outs[1:])
     set_facts(fused, replace(facts(final), outs=outs, random=found.dropout_p > 0, aten=()))
     final.replace_all_uses_with(found.after.in_order(graph, fused))
+    return fused
 
 
 def _only_product(scores: Any) -> Product | None:
@@ -261,6 +261,18 @@ def _is_private(product: Node, at: Node) -> bool:
             return False
         todo.extend(node.users)
     return True
+
+
+def _by_mask(found: list[ScoreMask], masks: MaskSearch) -> bool:
+    """Whether kernels that are given the masks weigh keys as the model does."""
+    if any(masks.tiles(mask.node) is None for mask in found):
+        return False
+    if all(_forbids_wholly(mask) for mask in found):
+        return True
+    if len(found) > 1:
+        return False
+    runs, queries = masks.runs(found[0].node), facts(found[0].node).meta.shape[-2]
+    return runs is not None and sum(run.bottom - run.top for run in runs) == queries
 
 
 def _forbids_wholly(mask: ScoreMask) -> bool:

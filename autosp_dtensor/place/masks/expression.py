@@ -106,6 +106,18 @@ class Expression:
             other.device = value.device
         return other
 
+    def rows_apart(self) -> int:
+        """How many batch rows are evaluated one by one: all, if some tensor tells them apart."""
+        frame = Frame.of(facts(self.node).meta.shape)
+        apart = any(
+            step.frame.dims[0] is not None
+            and -step.frame.dims[0] <= len(facts(step.node).meta.shape)
+            and facts(step.node).meta.shape[step.frame.dims[0]] == frame.sizes[0]
+            for step in self.root.walk()
+            if step.kind in ("small", "buffer")
+        )
+        return frame.sizes[0] if apart and frame.sizes[0] > 1 else 1
+
     def exact(self, rect: Rect, product: torch.Tensor | None = None) -> torch.Tensor:
         """The values on a rectangle (leading dims may be broadcast).
 
