@@ -26,6 +26,9 @@ ALONE = torch.arange(LENGTH).expand(2, -1).contiguous()
 TORN = torch.tensor([[0] * 4 + [1] * 6 + [0] * 3, [0] * 5 + [1] * 8])
 PADDING = torch.tensor([[1] * 9 + [0] * 4, [0] * 5 + [1] * 8])
 
+# Which distances each of four heads reads.
+HEADS_OF = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 1, 0], [0, 0, 1, 0]])
+
 Mask = Callable[..., Tensor]
 Fixture = list[tuple[int, int]]
 
@@ -105,6 +108,9 @@ FOUND: dict[str, tuple[Mask, tuple[Tensor, ...], set[tuple[int, int]]]] = {
     "documents and padding": (
         lambda d, p: same(d) & real(p) & causal(), (DOCUMENTS, PADDING), {(-1, 0)}
     ),
+    "documents, said for each head": (
+        lambda d: (same(d) & causal()).expand(-1, 4, -1, -1), (DOCUMENTS,), {(-1, 0)}
+    ),
     "a row that reads nothing": (
         lambda p: real(p) & causal(), (PADDING * torch.tensor([[1], [0]]),), {(-1, 0), (-1, -1)}
     ),
@@ -121,6 +127,10 @@ TILES: dict[str, tuple[Mask, tuple[Tensor, ...]]] = {
         lambda p: added(real(p) & causal(), -1e9), (PADDING,)
     ),
     "a bias": (lambda p: added(real(p) & causal()) - (q_at() - k_at()).abs(), (PADDING,)),
+    "heads apart by a table": (
+        lambda p: (q_at() - k_at()).clamp(0, 3)[None] * 0
+        + HEADS_OF[(q_at() - k_at()).clamp(0, 3)].permute(2, 0, 1) == 1, (PADDING,)
+    ),
     "heads apart": (
         lambda p: real(p) & ((torch.arange(4) > 1)[:, None, None] | causal()), (PADDING,)
     ),
@@ -190,16 +200,42 @@ def test_mask_that_data_say_is_found_while_it_runs(
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("name", ["documents", "padding, queries too", "documents and a window"])
+@pytest.mark.parametrize("by", ["-inf", "-1e9"])
+@pytest.mark.parametrize(
+    "name", [name for name in FOUND if "padding" not in name and "row" not in name]
+)
 def test_mask_that_data_say_in_attention_by_hand(
-    flash_attn_here: Fixture, name: str, n: int
+    flash_attn_here: Fixture, name: str, by: str, n: int
 ) -> None:
     mask, data, windows = FOUND[name]
-    if name == "padding, queries too":  # by hand a query that reads nothing is NaN
-        mask = FOUND["documents and padding"][0]
-        data, windows = (DOCUMENTS, torch.ones_like(PADDING)), {(-1, 0)}
-    assert_program_equals_whole(Attention(mask, by="-inf"), (IDS, *data), n)
+    program = assert_program_equals_whole(Attention(mask, by=by), (IDS, *data), n)
+    assert len(program.named("tiled_attention")) == 1
     assert set(flash_attn_here) == windows
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", ["padding", "documents and padding", "a row that reads nothing"])
+def test_query_that_reads_nothing_by_hand_reads_all_keys_alike(
+    flash_attn_here: Fixture, name: str, n: int
+) -> None:
+    """Where masks are finite numbers: no kernel does so."""
+    mask, data, _ = FOUND[name]
+    program = assert_program_equals_whole(Attention(mask, by="-1e9"), (IDS, *data), n)
+    assert len(program.named("tiled_attention")) == 1
+    assert not flash_attn_here
+
+
+class Capped(Attention):
+    def __call__(self, ids: Tensor, *data: Tensor) -> Tensor:
+        x = F.embedding(ids, self.table).unflatten(-1, (8, 2)).transpose(1, 2)
+        scores = torch.tanh(x @ x.mT * 0.3).masked_fill(~self.mask(*data), -1e9)
+        return (scores.softmax(-1) @ x).transpose(1, 2).flatten(2)
+
+
+def test_scores_that_are_capped_go_by_strips(flash_attn_here: Fixture) -> None:
+    mask, data, _ = FOUND["documents"]
+    program = assert_program_equals_whole(Capped(mask), (IDS, *data), 2)
+    assert runs_in(program) == [None] and not flash_attn_here
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -37,7 +37,7 @@ def by_flash_attn(rank: Rank, form: str, mask: str, heads: str) -> bool:
     return bool(made)
 
 
-@pytest.mark.parametrize("form", ["sdpa", "flex"])
+@pytest.mark.parametrize("form", ["sdpa", "matmul", "flex"])
 def test_cells_of_the_table_by_flash_attn(form: str) -> None:
     for mask, heads in (("documents", "7/7 on 4"), ("window", "4/4 on 2"), ("chunked", "7/7 on 4")):
         assert all(run_on_ranks(by_flash_attn, form, mask, heads, n=HEADS[heads][2])), mask

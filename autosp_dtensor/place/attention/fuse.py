@@ -19,9 +19,9 @@ from ...capture.targets import UnderAutocast
 from ...graph import facts, set_facts, short_name
 from ..insert import bind
 from ..masks import Pattern, Softmax, tiled_attention
-from .masking import MaskSearch, noted
+from .masking import MaskSearch, by_runs, noted
 from .products import Product, as_product, split_baddbmm
-from .scores import CASTS, ScoreMask, walk_back
+from .scores import CASTS, ScoreMask, Scores, walk_back
 
 __all__ = ["fuse_attention"]
 
@@ -39,8 +39,9 @@ def fuse_attention(graph: Graph, masks: MaskSearch) -> Graph:
             found = _by_flex(node)
         else:
             continue
-        if found is not None and not _as_kernel(graph, found, masks):
-            _as_strips(graph, found, masks)
+        plain = None if found is None else _plain_scores(found)
+        if found is not None and not _as_kernel(graph, found, plain, masks):
+            _as_strips(graph, found, plain, masks)
     graph.lint()
     return graph
 
@@ -132,14 +133,24 @@ def _last(softmax: Node, final: Node) -> Any:
     return node
 
 
-def _as_kernel(graph: Graph, found: _Attention, masks: MaskSearch) -> bool:
-    """One scaled_dot_product_attention, where its arguments say all of it."""
+def _plain_scores(found: _Attention) -> tuple[Scores, Product] | None:
+    """Scores that are a product, scaled and masked, and nothing else."""
     scores = None if found.stats or found.sink else walk_back(found.scores)
     before = None if scores is None else as_product(scores.product)
     if scores is None or before is None or not before.is_plain or scores.scale <= 0:
-        return False
+        return None
     if facts(before.node).meta.shape != facts(found.scores).meta.shape:
-        return False  # a mask that has more heads or rows than the product
+        return None  # a mask that has more heads or rows than the product
+    return scores, before
+
+
+def _as_kernel(
+    graph: Graph, found: _Attention, plain: tuple[Scores, Product] | None, masks: MaskSearch
+) -> bool:
+    """One scaled_dot_product_attention, where its arguments say all of it."""
+    if plain is None:
+        return False
+    scores, before = plain
     patterns = [masks.pattern(mask.node) for mask in scores.masks]
     known_masks = all(pattern is not None for pattern in patterns)
     if not known_masks and not _by_mask(scores.masks, masks):
@@ -152,8 +163,7 @@ def _as_kernel(graph: Graph, found: _Attention, masks: MaskSearch) -> bool:
     final = found.after.node
     with graph.inserting_before(final):
         operands = _operands(graph, before, found.after)
-        softmax = () if found.at is final else (found.at,)
-        if operands is None or _in_fewer_bits(operands[0], [*softmax, *scores.casts, *found.casts]):
+        if operands is None or _rounds_more(found, scores, operands[0]):
             return False
         if not known_masks:
             options["attn_mask"] = _all_allowed(graph, scores.masks)
@@ -163,7 +173,14 @@ def _as_kernel(graph: Graph, found: _Attention, masks: MaskSearch) -> bool:
     return True
 
 
-def _as_strips(graph: Graph, found: _Attention, masks: MaskSearch) -> None:
+def _rounds_more(found: _Attention, scores: Scores, query: Node) -> bool:
+    softmax = () if found.at is found.after.node else (found.at,)
+    return _in_fewer_bits(query, [*softmax, *scores.casts, *found.casts])
+
+
+def _as_strips(
+    graph: Graph, found: _Attention, plain: tuple[Scores, Product] | None, masks: MaskSearch
+) -> None:
     """Scores that no kernel knows: made, changed as the model does, and used strip by strip."""
     before = _only_product(found.scores)
     if before is None or not before.is_plain or not _is_private(before.node, found.at):
@@ -189,8 +206,13 @@ def _as_strips(graph: Graph, found: _Attention, masks: MaskSearch) -> None:
         leaves = tuple(tiles[1])
         if found.sink is not None:
             leaves, options["sink"] = (*leaves, _before_expand(found.sink)), True
-        fused = _replace(graph, found, tiled_attention, operands, leaves, options)
-        noted(fused, "strips: the model changes scores before softmax")
+        note = "strips: the model changes scores before softmax"
+        if plain is not None and not _rounds_more(found, plain[0], operands[0]):
+            # Masked by a finite number: alike, while each query reads some key.
+            runs, note = by_runs(found.after.node, operands, None, tiles[0], masks)
+            if runs is not None:
+                options["runs"] = replace(runs, scale=plain[0].scale)
+        noted(_replace(graph, found, tiled_attention, operands, leaves, options), note)
 
 
 def _operands(graph: Graph, before: Product, after: Product) -> tuple[Node, Node, Node] | None:

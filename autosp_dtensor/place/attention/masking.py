@@ -24,7 +24,7 @@ from ..masks import (
     why_not,
 )
 
-__all__ = ["MaskSearch", "noted", "plain_or_tiled"]
+__all__ = ["MaskSearch", "by_runs", "noted", "plain_or_tiled"]
 
 log = logging.getLogger("autosp_dtensor")
 _LARGE_MASK = 1 << 20
@@ -125,7 +125,7 @@ def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
     options = {k: given[k] for k in ("enable_gqa", "dropout_p") if given.get(k)}
     if given.get("scale") is not None:  # 0 is a scale
         options["scale"] = given["scale"]
-    runs, note = _by_runs(node, mask, expression, masks)
+    runs, note = by_runs(node, arg_nodes(node)[:3], mask, expression, masks)
     with graph.inserting_before(node):
         options["mask"] = expression
         if runs is not None:
@@ -138,20 +138,26 @@ def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
     return tiled
 
 
-def _by_runs(
-    node: Node, mask: Node, expression: TileMask, masks: MaskSearch
+def by_runs(
+    node: Node,
+    operands: tuple[Node, ...],
+    mask: Node | None,
+    expression: TileMask,
+    search: MaskSearch,
 ) -> tuple[Runs | None, str]:
-    """Whether flash-attn may run it, and a note of what runs it and why."""
-    shape = facts(mask).meta.shape
+    """Whether flash-attn may run attention, and a note of what runs it and why.
+
+    mask: to be proved in the trace; None: to be looked for while the program runs.
+    """
     if expression.trained:
         return None, "tiles: the mask is trained"
-    if len(shape) > 2 and shape[-3] > 1:
+    if expression.heads_apart:
         return None, "tiles: each head has a mask of its own"
-    query, key, value = (facts(each).meta for each in arg_nodes(node)[:3])
+    query, key, value = (facts(each).meta for each in operands)
     why = why_not(query, key, value, facts(node).meta.dtype)
     if why:
         return None, f"tiles: {why}"
-    known = masks.runs(mask)
+    known = None if mask is None else search.runs(mask)
     if known is None:
         return Runs(), "flash-attn where the mask is runs of keys in the data, else tiles"
     windows = sorted({(run.before, run.after) for run in known})

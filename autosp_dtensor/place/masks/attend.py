@@ -74,9 +74,13 @@ def tiled_attention(
     flat = q.dim() == 3
     if flat:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    factor = scale if scale is not None else q.shape[-1] ** -0.5 if mask.product is None else 1.0
+    factor: float = (
+        scale if scale is not None else q.shape[-1] ** -0.5 if mask.product is None else 1.0
+    )
     passes = _passes(mask, runs, leaves, q, k)
-    if passes:
+    if passes and runs:
+        if runs.scale is not None:
+            factor = runs.scale
         out = attend_runs(passes, q, k, v, factor, dropout_p)
         return out.squeeze(0) if flat else out
     seed = int(torch.randint(1 << 31, ())) if dropout_p else 0

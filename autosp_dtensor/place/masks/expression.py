@@ -89,6 +89,7 @@ class Expression:
         self.read = read
         self.product = product
         self.device = torch.device("cpu")
+        self.blank = False
         shape = facts(node).meta.shape
         if not 2 <= len(shape) <= 4:
             raise NotStatic(node.name)
@@ -106,17 +107,27 @@ class Expression:
             other.device = value.device
         return other
 
+    def blank_scores(self) -> Expression:
+        """The same of scores that are all 0: what is added to them, where that is all."""
+        other = copy.copy(self)
+        other.blank = True
+        return other
+
     def rows_apart(self) -> int:
         """How many batch rows are evaluated one by one: all, if some tensor tells them apart."""
-        frame = Frame.of(facts(self.node).meta.shape)
-        apart = any(
-            step.frame.dims[0] is not None
-            and -step.frame.dims[0] <= len(facts(step.node).meta.shape)
-            and facts(step.node).meta.shape[step.frame.dims[0]] == frame.sizes[0]
-            for step in self.root.walk()
-            if step.kind in ("small", "buffer")
-        )
-        return frame.sizes[0] if apart and frame.sizes[0] > 1 else 1
+        return self._apart(0)
+
+    def heads_apart(self) -> int:
+        return self._apart(1)
+
+    def _apart(self, which: int) -> int:
+        size = Frame.of(facts(self.node).meta.shape).sizes[which]
+        for step in self.root.walk():
+            shape, dim = facts(step.node).meta.shape, step.frame.dims[which]
+            if step.kind in ("small", "buffer") and dim is not None and -dim <= len(shape):
+                if shape[dim] == size:
+                    return size
+        return 1
 
     def exact(self, rect: Rect, product: torch.Tensor | None = None) -> torch.Tensor:
         """The values on a rectangle (leading dims may be broadcast).
@@ -292,6 +303,9 @@ class Expression:
         if step.kind in ("small", "buffer"):
             return self.cut(step, rect)
         if step.kind == "product":
+            if self.blank:
+                dtype = facts(step.node).meta.dtype
+                return torch.zeros((1, 1), dtype=dtype, device=self.device)
             assert product is not None
             return product
         if step.kind == "constant":

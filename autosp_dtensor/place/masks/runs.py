@@ -34,9 +34,11 @@ class Run(NamedTuple):
 @dataclass(frozen=True)
 class Runs:
     """That a variable-length kernel may run a mask. known: its runs where no data says them, those
-    of one batch row for all; None: looked for while the program runs."""
+    of one batch row for all; None: looked for while the program runs. scale: that of scores, where
+    the mask is an expression of them."""
 
     known: tuple[Run, ...] | None = None
+    scale: float | None = None
 
     def passes(self, rows: int, queries: int, keys: int, device: torch.device) -> list[Pass] | None:
         assert self.known is not None

@@ -22,13 +22,13 @@ def prove_runs(mask: Node, read: ReadState | None = None) -> tuple[Run, ...] | N
     """The runs of a mask that no data says: a window, chunks, a prefix. None where it is none, or
     where batch rows or heads differ."""
     meta = facts(mask).meta
-    if len(meta.shape) < 2 or meta.requires_grad or meta.shape[-3:-2] not in ((), (1,)):
+    if len(meta.shape) < 2 or meta.requires_grad:
         return None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the rectangles are small: threads would wait for each other
     try:
         expression = Expression(mask, read)
-        if expression.rows_apart() > 1:
+        if expression.rows_apart() > 1 or expression.heads_apart() > 1:
             return None
         found = spans(expression, expression, None, _LEAF)
     except NotStatic:
@@ -107,7 +107,9 @@ class _Found:
     def look_into(self, rect: Rect) -> None:
         self.looks -= 1
         value = self.mask.exact(rect)
-        while value.dim() > 2:  # heads and rows are alike
+        while value.dim() > 2:
+            if value.shape[0] > 1:  # heads, or rows, that have to be alike
+                self.odd |= (value != value[:1]).any()
             value = value[0]
         value = value.expand(rect.bottom - rect.top, rect.right - rect.left)
         if is_bool(self.mask):

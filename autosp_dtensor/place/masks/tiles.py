@@ -82,6 +82,10 @@ class TileMask:
         ranks."""
         return self._text
 
+    @property
+    def heads_apart(self) -> bool:
+        return self._expression.heads_apart() > 1
+
     def values(
         self, leaves: Sequence[torch.Tensor], rect: Rect, product: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -116,7 +120,8 @@ class TileMask:
 
     def _find_passes(self, leaves: Sequence[torch.Tensor], rows: int) -> list[Pass]:
         given = [leaf.detach() for leaf in leaves]
-        exact, bounded = self._given(given), self._given([leaf.cpu() for leaf in given])
+        exact = self._given(given).blank_scores()
+        bounded = self._given([leaf.cpu() for leaf in given]).blank_scores()
         # Where launches count more than elements, parts are larger.
         leaf = TILE if exact.device.type == "cpu" else 4 * TILE
         apart = self._expression.rows_apart()
