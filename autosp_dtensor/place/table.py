@@ -40,10 +40,7 @@ def find_rule(target: Callable[..., Any], name: str, known: Facts) -> Rule | Non
         return attention.FLASH if target.form else None
     if _is_torch(target) and name in _BY_NAME:
         return _BY_NAME[name]
-    ops = known.aten
-    if isinstance(target, OutOfPlace):  # autograd may do more around a write to a view
-        ops = tuple(op for op in ops if op.overloadpacket.__name__.endswith("_"))
-    return pointwise.POINTWISE if pointwise.is_pointwise(ops) else None
+    return pointwise.POINTWISE if pointwise.is_pointwise(target, known.aten) else None
 
 
 def _is_torch(target: Callable[..., Any]) -> bool:

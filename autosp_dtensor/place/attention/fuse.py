@@ -19,6 +19,7 @@ from ...capture.targets import UnderAutocast
 from ...graph import facts, set_facts, short_name
 from ..insert import bind
 from ..masks import Pattern, Softmax, tiled_attention
+from .groups import merge_groups
 from .masking import MaskSearch, by_runs, noted
 from .products import Product, as_product, split_baddbmm
 from .scores import CASTS, ScoreMask, Scores, walk_back
@@ -29,6 +30,7 @@ __all__ = ["fuse_attention"]
 def fuse_attention(graph: Graph, masks: MaskSearch) -> Graph:
     """Rewrite each hand-written attention that qualifies; values change by rounding."""
     split_baddbmm(graph)
+    merge_groups(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue

@@ -248,7 +248,7 @@ class Expression:
         shapes = [facts(each).meta.shape for each in node.all_input_nodes]
         if not known.single or known.meta.shape != _broadcast(shapes):
             raise NotStatic(node.name)  # flatten, repeat: copies, as far as ATen tells
-        plain = name in RULES or is_pointwise(known.aten)
+        plain = name in RULES or is_pointwise(node.target, known.aten)
         if not plain or known.random or isinstance(node.target, UnderAutocast):
             raise NotStatic(node.name)
         return Step("pointwise", node, frame, inputs)

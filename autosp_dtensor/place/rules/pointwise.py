@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...capture.targets import OutOfPlace
 from ..rule import FactorRule, Factors, Op
 
 __all__ = ["POINTWISE", "RULES", "is_pointwise"]
@@ -35,8 +36,10 @@ _HARMLESS = {
 }
 
 
-def is_pointwise(ops: tuple[Any, ...]) -> bool:
+def is_pointwise(target: Any, ops: tuple[Any, ...]) -> bool:
     """Whether a call is made of operations that ATen tags as pointwise, and of copies."""
+    if isinstance(target, OutOfPlace):  # autograd may do more around a write to a view
+        ops = tuple(op for op in ops if op.overloadpacket.__name__.endswith("_"))
     return bool(ops) and all(_is_tagged(op) or op.overloadpacket in _HARMLESS for op in ops)
 
 
