@@ -18,7 +18,9 @@ __all__ = ["canonicalize"]
 
 def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) -> Graph:
     """Means become sums over a global count, features at marked tokens are looked up, plain causal
-    masks go, key heads are shared."""
+    masks go, key heads are shared. What nobody uses goes first: attention whose weights a module
+    returns and its caller drops is one call."""
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     masks = MaskSearch(read)
     fuse_attention(graph, masks)
     for node in list(graph.nodes):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from autosp_dtensor.graph import facts
 from autosp_dtensor.place.masks import tiles
@@ -171,3 +171,64 @@ def test_grouped_attention_is_one_call(
 def test_what_only_looks_like_it_is_left_alone(name: str, spelled: str) -> None:
     program = assert_program_equals_whole(Model(spelled, KEPT[name], 2, 2), (IDS, DOCUMENTS), 2)
     assert program.named("softmax")
+
+
+class OneKeyHead(Model):
+    """Keys and values have no dim of heads."""
+
+    def __call__(self, ids: Tensor, documents: Tensor) -> Tensor:
+        x = F.embedding(ids, self.table)
+        q, k, v = (x * 1.3).unflatten(-1, (-1, SIZE)), x[..., :SIZE], x[..., -SIZE:]
+        scores = torch.einsum("bqhd,bsd->bhqs", q, k)
+        weights = self.weights(scores, documents, self.trained)
+        return torch.einsum("bhqs,bsd->bqhd", weights, v).flatten(2)
+
+
+@pytest.mark.parametrize(("heads", "n"), [(2, 2), (5, 2), (3, 4)])
+@pytest.mark.parametrize("name", [
+    "no mask", "causal", "causal, in place, fifth dim", "capped", "documents, without groups",
+])  # fmt: skip
+def test_one_key_head_without_a_dim_is_shared(name: str, heads: int, n: int) -> None:
+    known: dict[str, tuple[Weights, str]] = {
+        **WEIGHTS,
+        "causal, in place, fifth dim": (
+            lambda s, d, t: F.softmax(s.mul_(0.5).masked_fill_(~causal(), -INF), 3),
+            "scaled_dot_product_attention",
+        ),
+        "documents, without groups": (
+            lambda s, d, t: s.masked_fill(~of_documents(d), -INF).softmax(-1), "tiled_attention"
+        ),
+    }  # fmt: skip
+    weights, kernel = known[name]
+    model = OneKeyHead("einsum", weights, 1, heads)
+    program = assert_program_equals_whole(model, (IDS, DOCUMENTS), n)
+    (call,) = program.named(kernel) or program.named("attend")
+    assert not program.named("softmax")
+    keys = [facts(x).meta.shape for x in call.all_input_nodes if len(facts(x).meta.shape) == 4]
+    assert (2, 1, LENGTH, SIZE) in keys
+
+
+class WithWeights(nn.Module):
+    """nn.MultiheadAttention gives its weights, and nobody takes them."""
+
+    def __init__(self, *, average: bool, used: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8, dtype=torch.float64)
+        self.inner = nn.MultiheadAttention(8, 4, batch_first=True, dtype=torch.float64)
+        self.average, self.used = average, used
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        out, weights = self.inner(
+            x, x, x, attn_mask=~causal(), need_weights=True, average_attn_weights=self.average
+        )
+        return out + weights.sum() if self.used else out
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_weights_that_nobody_takes_are_not_made(average: bool) -> None:
+    model = WithWeights(average=average, used=False)
+    program = assert_program_equals_whole(model, (IDS,), 2)
+    assert len(program.named("scaled_dot_product_attention")) == 1
+    model = WithWeights(average=average, used=True)
+    assert assert_program_equals_whole(model, (IDS,), 2).named("softmax")

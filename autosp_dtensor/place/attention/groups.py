@@ -1,4 +1,5 @@
-"""Attention by hand over grouped heads, [B, Hkv, group, S, T], as one over heads [B, H, S, T].
+"""Attention by hand over grouped heads, [B, Hkv, group, S, T], as one over heads [B, H, S, T]; and
+over one key head that has no dim of its own, bqhd,bsd->bhqs, as one over heads that share it.
 
 What lies between its two products treats each score by itself, softmax aside, so that two of its
 dims are one as well.
@@ -39,21 +40,25 @@ class _Grouped:
 
 
 def merge_groups(graph: Graph) -> None:
-    """Rewrite each attention whose scores have five dims, two of them heads."""
+    """Rewrite each attention whose scores have five dims, two of them heads, or whose keys have no
+    dim of heads."""
     for node in list(graph.nodes):
-        first = _scores(node) if node.op == "call_function" else None
+        if node.op != "call_function" or len(facts(node).outs) != 1:
+            continue
+        first = _scores(node) if len(facts(node).meta.shape) == 5 else _scores_of_one(node)
         chain = None if first is None else _chain(node)
         if first is None or chain is None:
             continue
-        last = _weighted(chain[-1], chain[-2])
-        if last is not None:
+        if len(facts(node).meta.shape) == 4:
+            last = _weighted_of_one(chain[-1], chain[-2])
+            if last is not None:
+                _rewrite_one(graph, first, last)
+        elif (last := _weighted(chain[-1], chain[-2])) is not None:
             _rewrite(graph, first, chain[:-1], last)
 
 
 def _scores(node: Node) -> _Grouped | None:
     """bqkgd,bskd->bkgqs, or matmul of [B, Hkv, group, S, D] and [B, Hkv, 1, D, T]."""
-    if len(facts(node).meta.shape) != 5 or not facts(node).single:
-        return None
     terms = einsum_terms(node)
     if terms is None:
         found = _matmul(node)
@@ -73,6 +78,34 @@ def _scores(node: Node) -> _Grouped | None:
     left = tuple(terms.a.index(x) for x in (b, kv, group, m, *inner))
     right = tuple(terms.b.index(x) for x in (*shared, *inner))
     return _Grouped(node, terms.left, left, terms.right, right, (0, 1, 2, 3, 4))
+
+
+def _scores_of_one(node: Node) -> _Grouped | None:
+    """bqhd,bsd->bhqs."""
+    terms = einsum_terms(node)
+    if terms is None or len(terms.out) != 4 or len(terms.b) != 3:
+        return None
+    b, head, m, n = terms.out
+    inner = [x for x in terms.a if x not in terms.out]
+    if {*terms.a} != {b, head, m, *inner} or {*terms.b} != {b, n, *inner} or len(inner) != 1:
+        return None
+    left = tuple(terms.a.index(x) for x in (b, head, m, *inner))
+    right = tuple(terms.b.index(x) for x in (b, n, *inner))
+    return _Grouped(node, terms.left, left, terms.right, right, (0, 1, 2, 3))
+
+
+def _weighted_of_one(node: Node, weights: Node) -> _Grouped | None:
+    """bhqs,bsd->bqhd."""
+    terms = einsum_terms(node)
+    if terms is None or terms.left is not weights or len(terms.out) != 4 or len(terms.b) != 3:
+        return None
+    b, head, m, t = terms.a
+    wide = [x for x in terms.b if x not in terms.a]
+    if len(wide) != 1 or {*terms.b} != {b, t, *wide} or {*terms.out} != {b, head, m, *wide}:
+        return None
+    right = tuple(terms.b.index(x) for x in (b, t, *wide))
+    order = tuple(terms.out.index(x) for x in (b, head, m, *wide))
+    return _Grouped(node, weights, (0, 1, 2, 3), terms.right, right, order)
 
 
 def _weighted(node: Node, weights: Node) -> _Grouped | None:
@@ -132,20 +165,22 @@ def _chain(scores: Node) -> list[Node] | None:
 
 def _later(node: Node) -> list[Node]:
     """Users of a node and of those, in order."""
+    rank = len(facts(node).meta.shape)
     seen: set[Node] = set()
     todo = [node]
     while todo:
         for user in todo.pop().users:
             if user not in seen:
                 seen.add(user)
-                if len(facts(user).outs) == 1 and len(facts(user).meta.shape) == 5:
+                if len(facts(user).outs) == 1 and len(facts(user).meta.shape) == rank:
                     todo.append(user)
     return sorted(seen)
 
 
 def _is_softmax(node: Node) -> bool:
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return short_name(node.target) == "softmax" and dim in (-1, 4)
+    last = len(facts(node).meta.shape) - 1
+    return short_name(node.target) == "softmax" and dim in (-1, last)
 
 
 def _by_element(node: Node, shape: tuple[int, ...]) -> bool:
@@ -175,6 +210,22 @@ def _rewrite(graph: Graph, first: _Grouped, chain: list[Node], last: _Grouped) -
         last.node.replace_all_uses_with(permuted(graph, wide, tuple(back)))
     for node in [last.node, *reversed(chain)]:
         graph.erase_node(node)
+
+
+def _rewrite_one(graph: Graph, first: _Grouped, last: _Grouped) -> None:
+    for product in (first, last):
+        with graph.inserting_before(product.node):
+            merger = _Merger(graph, product.node, 1, 1)
+            left = permuted(graph, product.left, product.left_order)
+            right = permuted(graph, product.right, product.right_order)
+            b, t, k = facts(right).meta.shape
+            right = merger.reshaped(right, (b, 1, t, k))
+            if product is first:
+                right = merger.transposed(right)
+            out = merger.product(product.node, left, right)
+            back = sorted(range(4), key=lambda dim: product.order[dim])
+            product.node.replace_all_uses_with(permuted(graph, out, tuple(back)))
+        graph.erase_node(product.node)
 
 
 @dataclass(frozen=True)
