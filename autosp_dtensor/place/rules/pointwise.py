@@ -38,8 +38,9 @@ _HARMLESS = {
 
 def is_pointwise(target: Any, ops: tuple[Any, ...]) -> bool:
     """Whether a call is made of operations that ATen tags as pointwise, and of copies."""
-    if isinstance(target, OutOfPlace):  # autograd may do more around a write to a view
-        ops = tuple(op for op in ops if op.overloadpacket.__name__.endswith("_"))
+    if isinstance(target, OutOfPlace):  # after a write to a view, autograd makes it once more
+        writes = [k for k, op in enumerate(ops) if op.overloadpacket.__name__.endswith("_")]
+        ops = ops[: writes[-1] + 1] if writes else ops
     return bool(ops) and all(_is_tagged(op) or op.overloadpacket in _HARMLESS for op in ops)
 
 
@@ -84,7 +85,8 @@ _NAMES = (
     "long type contiguous clone detach zeros_like ones_like full_like empty_like rand_like "
     "randn_like randint_like dropout alpha_dropout bernoulli normal uniform exponential lerp "
     "addcmul addcdiv nan_to_num hardswish log_sigmoid "
-    "floor_divide floordiv rfloordiv mish complex polar"
+    "floor_divide floordiv rfloordiv mish complex polar conj conj_physical "
+    "resolve_conj resolve_neg real imag"
 )
 RULES = {name: POINTWISE for name in _NAMES.split()}
 _LOSSES = (
