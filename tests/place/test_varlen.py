@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from autosp_dtensor.errors import UsageError
 from autosp_dtensor.place.masks import Runs, tiles, varlen
@@ -102,6 +102,11 @@ FOUND: dict[str, tuple[Mask, tuple[Tensor, ...], set[tuple[int, int]]]] = {
         lambda p: real(p).expand(-1, -1, LENGTH, -1) & (k_at() > q_at() - 99), (PADDING,),
         {(-1, -1)},
     ),
+    "padding of keys alone": (lambda p: real(p), (PADDING,), {(-1, -1)}),
+    "padding of keys alone, added": (lambda p: added(real(p)), (PADDING,), {(-1, -1)}),
+    "padding of keys alone, for each head": (
+        lambda p: real(p).expand(-1, 4, -1, -1), (PADDING,), {(-1, -1)}
+    ),
     "padding and a window": (
         lambda p: real(p) & causal() & (q_at() - k_at() < 6), (PADDING,), {(5, 0), (1, -1)}
     ),
@@ -122,6 +127,7 @@ FOUND: dict[str, tuple[Mask, tuple[Tensor, ...], set[tuple[int, int]]]] = {
 TILES: dict[str, tuple[Mask, tuple[Tensor, ...]]] = {
     "ids that come back": (lambda d: same(d) & causal(), (TORN,)),
     "holes": (lambda p: causal() & (real(p) | (k_at() % 3 == 0)), (PADDING,)),
+    "holes in keys alone": (lambda p: real(p) | (k_at() % 3 == 0), (PADDING,)),
     "nothing at all": (lambda p: real(p) & causal(), (PADDING * 0,)),
     "a query that reads nothing, by a number": (
         lambda p: added(real(p) & causal(), -1e9), (PADDING,)
@@ -323,3 +329,44 @@ def test_under_autocast_what_autocast_gives_is_taken(flash_attn_here: Fixture) -
         with torch.autocast("cpu", dtype=torch.bfloat16):
             program = lowered(lambda ids, d: attention(ids, d), (IDS, *data), 2)
         assert (runs_in(program) == [Runs()]) is taken
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("length", [4, 9, 20])
+def test_keys_of_another_sequence(flash_attn_here: Fixture, length: int, n: int) -> None:
+    """Padded keys, a window that moves with the queries, and causal counted from the front."""
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randn(16, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    other = torch.randint(16, (2, length), generator=generator)
+    padding = torch.ones(2, length, dtype=torch.int64)
+    padding[0, length // 2 :] = 0
+    keys = torch.arange(length)
+
+    def attention(ids: Tensor, other: Tensor, p: Tensor) -> Tensor:
+        q, k = (F.embedding(x, table).unflatten(-1, (4, 2)).transpose(1, 2) for x in (ids, other))
+        one = F.scaled_dot_product_attention(q, k, k * 2, attn_mask=real(p))
+        two = F.scaled_dot_product_attention(one, k, k, attn_mask=real(p) & (keys <= q_at()))
+        near = (q_at() * length // LENGTH - keys).abs() < 3
+        return F.scaled_dot_product_attention(two, k, k, attn_mask=near)
+
+    assert_program_equals_whole(attention, (IDS, other, padding), n)
+    assert flash_attn_here
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8, dtype=torch.float64)
+        self.inner = nn.MultiheadAttention(8, 4, batch_first=True, dtype=torch.float64)
+
+    def forward(self, ids: Tensor, padding: Tensor) -> Tensor:
+        x = self.table(ids)
+        return self.inner(x, x, x, key_padding_mask=padding == 0, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_padding_of_multihead_attention(flash_attn_here: Fixture, n: int) -> None:
+    """It says one mask for each head, and all are alike."""
+    torch.manual_seed(0)
+    assert_program_equals_whole(Padded(), (IDS, PADDING), n)
+    assert set(flash_attn_here) == {(-1, -1)}

@@ -296,7 +296,7 @@ def _by_mask(found: list[ScoreMask], masks: MaskSearch) -> bool:
     if len(found) > 1:
         return False
     runs, queries = masks.runs(found[0].node), facts(found[0].node).meta.shape[-2]
-    return runs is not None and sum(run.bottom - run.top for run in runs) == queries
+    return bool(runs) and sum(run.bottom - run.top for run in runs) == queries
 
 
 def _forbids_wholly(mask: ScoreMask) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
@@ -111,9 +113,9 @@ def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
         what = "causal" if pattern is Pattern.CAUSAL else "to allow all"
         return noted(node, f"sdpa: its mask is proved {what}")
     if facts(mask).meta.shape[-2] == 1:
-        return noted(node, "sdpa: a mask of keys alone")
-    query = node.args[0]
-    assert isinstance(query, Node)
+        if _why_not(node, arg_nodes(node)[:3]):
+            return noted(node, "sdpa: a mask of keys alone")
+        mask = _for_each_query(graph, node, mask)
     found = masks.tiles(mask) if _has_own_rows(node) else None
     if found is None:
         _warn(node, mask)
@@ -151,19 +153,31 @@ def by_runs(
     """
     if expression.trained:
         return None, "tiles: the mask is trained"
-    if expression.heads_apart:
-        return None, "tiles: each head has a mask of its own"
-    query, key, value = (facts(each).meta for each in operands)
-    why = why_not(query, key, value, facts(node).meta.dtype)
-    if why:
+    if why := _why_not(node, operands):
         return None, f"tiles: {why}"
     known = None if mask is None else search.runs(mask)
     if known is None:
         return Runs(), "flash-attn where the mask is runs of keys in the data, else tiles"
+    if not known:
+        return None, "tiles: the mask is no runs of keys, alike for rows and heads"
     windows = sorted({(run.before, run.after) for run in known})
     text = ", ".join(map(str, windows[:2])) + (" ..." if len(windows) > 2 else "")
     count = "1 run" if len(known) == 1 else f"{len(known)} runs"
     return Runs(known), f"flash-attn: {count} of keys by windows {text}, proved"
+
+
+def _why_not(node: Node, operands: tuple[Node, ...]) -> str:
+    query, key, value = (facts(each).meta for each in operands)
+    return why_not(query, key, value, facts(node).meta.dtype)
+
+
+def _for_each_query(graph: Graph, node: Node, mask: Node) -> Node:
+    """A mask [.., 1, T] as [.., S, T], which nothing ever holds."""
+    *lead, _, keys = facts(mask).meta.shape
+    shape = (*lead, facts(node).meta.shape[-2], keys)
+    meta = replace(facts(mask).meta, shape=shape)
+    with graph.inserting_before(node):
+        return add_call(graph, node, torch.Tensor.expand, (mask, *shape), {}, meta)
 
 
 def noted(node: Node, note: str) -> Node:

@@ -115,15 +115,9 @@ class Expression:
 
     def rows_apart(self) -> int:
         """How many batch rows are evaluated one by one: all, if some tensor tells them apart."""
-        return self._apart(0)
-
-    def heads_apart(self) -> int:
-        return self._apart(1)
-
-    def _apart(self, which: int) -> int:
-        size = Frame.of(facts(self.node).meta.shape).sizes[which]
+        size = Frame.of(facts(self.node).meta.shape).sizes[0]
         for step in self.root.walk():
-            shape, dim = facts(step.node).meta.shape, step.frame.dims[which]
+            shape, dim = facts(step.node).meta.shape, step.frame.dims[0]
             if step.kind in ("small", "buffer") and dim is not None and -dim <= len(shape):
                 if shape[dim] == size:
                     return size

@@ -19,25 +19,24 @@ _MOST_RUNS = 4096
 
 
 def prove_runs(mask: Node, read: ReadState | None = None) -> tuple[Run, ...] | None:
-    """The runs of a mask that no data says: a window, chunks, a prefix. None where it is none, or
-    where batch rows or heads differ."""
-    meta = facts(mask).meta
-    if len(meta.shape) < 2 or meta.requires_grad:
+    """The runs of a mask that no data says: a window, chunks, a prefix. Empty where it is made of
+    something else, or batch rows or heads differ; None where data say it."""
+    if facts(mask).meta.requires_grad:
         return None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the rectangles are small: threads would wait for each other
     try:
         expression = Expression(mask, read)
-        if expression.rows_apart() > 1 or expression.heads_apart() > 1:
-            return None
         found = spans(expression, expression, None, _LEAF)
     except NotStatic:
         return None
     finally:
         torch.set_num_threads(threads)
-    runs = None if found is None else runs_of(*(x[None] for x in found))
-    if runs is None or not 0 < len(runs) <= _MOST_RUNS:
-        return None
+    if found is None:
+        return ()
+    runs = runs_of(*(x[None] for x in found))
+    if len(runs) > _MOST_RUNS:
+        return None  # more than a program should hold: found while it runs
     return tuple(Run(*each) for each in runs.tolist())
 
 
@@ -51,8 +50,8 @@ def spans(
     down to `leaf`, and those are computed: work grows with the length, not with its square.
 
     Args:
-        bounded: the mask on the CPU, for bounds. exact: the same on any device; one result is read
-            from it.
+        bounded: the mask on the CPU, for bounds. exact: the same on any device; two results are
+            read from it.
         batch: the batch row; None: all rows are alike.
     """
     found = _Found(exact, leaf)
@@ -68,6 +67,8 @@ def spans(
             if found.looks == 0:
                 return None
             found.look_into(rect)
+            if found.looked == 1 and bool(found.odd):  # a bias, or heads apart: it shows at once
+                return None
         else:
             todo.extend(_quarters(rect, leaf))
     return found.result()
@@ -95,6 +96,7 @@ class _Found:
         self.last = torch.full((mask.rows,), -1, **options)
         self.count = torch.zeros((mask.rows,), **options)
         self.odd = torch.zeros((), dtype=torch.bool, device=mask.device)
+        self.looked = 0
         self.looks = 16 + 4 * (mask.rows + mask.columns) // leaf
 
     def add_whole(self, rect: Rect, allowed: bool) -> None:
@@ -106,6 +108,7 @@ class _Found:
 
     def look_into(self, rect: Rect) -> None:
         self.looks -= 1
+        self.looked += 1
         value = self.mask.exact(rect)
         while value.dim() > 2:
             if value.shape[0] > 1:  # heads, or rows, that have to be alike

@@ -82,10 +82,6 @@ class TileMask:
         ranks."""
         return self._text
 
-    @property
-    def heads_apart(self) -> bool:
-        return self._expression.heads_apart() > 1
-
     def values(
         self, leaves: Sequence[torch.Tensor], rect: Rect, product: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -101,7 +97,7 @@ class TileMask:
 
     def passes(self, leaves: Sequence[torch.Tensor], rows: int) -> list[Pass]:
         """The same mask as calls of a variable-length kernel for `rows` batch rows; empty where it
-        is none of those. Looked for once in a call, with one result read from the device."""
+        is none of those. Looked for once in a call, with a few results read from the device."""
         return self._once(rows, leaves, lambda: self._find_passes(leaves, rows))
 
     def _once(self, what: Any, leaves: Sequence[torch.Tensor], find: Callable[[], Any]) -> Any:
