@@ -232,3 +232,19 @@ def test_weights_that_nobody_takes_are_not_made(average: bool) -> None:
     assert len(program.named("scaled_dot_product_attention")) == 1
     model = WithWeights(average=average, used=True)
     assert assert_program_equals_whole(model, (IDS,), 2).named("softmax")
+
+
+@pytest.mark.parametrize("spelled", ["einsum", "matmul"])
+def test_products_under_the_models_own_autocast_stay_in_it(spelled: str) -> None:
+    """They round to bfloat16 there, and nowhere else."""
+    model = Model(spelled, lambda s, d, t: s.float().softmax(-1), 2, 2)
+    model.table = model.table.detach().float().requires_grad_()
+    scores, back = model.products
+
+    def rounded(q: Tensor, k: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return scores(q, k)
+
+    model.products = rounded, lambda w, v: back(w, v.float())
+    program = assert_program_equals_whole(model, (IDS, DOCUMENTS), 1)
+    assert program.named("softmax")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autosp_dtensor.graph import facts
 from autosp_dtensor.place.masks import tiles
+from autosp_dtensor.place.masks.frame import Rect
 from tests.pieces import glue
 from tests.simulate import Lowered, Ranks, assert_program_equals_whole, lowered
 
@@ -263,6 +264,16 @@ def test_text_that_ranks_compare_tells_masks_apart() -> None:
     nodes = lowered(model, (IDS,), 2).named("tiled_attention")
     texts = [repr(node.kwargs["mask"]) for node in nodes]
     assert texts[0] == texts[2] != texts[1]
+
+
+def test_mask_that_is_made_of_no_tensor_is_made_where_queries_are() -> None:
+    """Else a band of a window, written as tril and triu of ones, would stay on the CPU."""
+    banded = model(lambda: torch.ones(LENGTH, LENGTH).tril().triu(-3).bool())
+    (node,) = lowered(banded, (IDS,), 1).named("tiled_attention")
+    mask = node.kwargs["mask"]
+    assert mask.leaves == []
+    rect = Rect(0, 4, 0, 4)
+    assert mask.values([], rect, torch.device("meta")).device.type == "meta"
 
 
 def test_trained_bias_keeps_its_gradient() -> None:

@@ -104,6 +104,8 @@ def einsum_terms(node: Node) -> Terms | None:
     """einsum of two tensors, each letter once in each; None for anything else."""
     if short_name(node.target) != "einsum" or node.kwargs:
         return None
+    if isinstance(node.target, UnderAutocast):
+        return None
     flat = node.args[1:] if len(node.args) != 2 else node.args[1]
     operands: list[Any] = list(flat) if isinstance(flat, (tuple, list)) else [flat]
     text = node.args[0]

@@ -97,7 +97,7 @@ def _passes(
     if runs is None or q.numel() == 0 or k.numel() == 0:
         return None
     if runs.known is None:
-        return mask.passes(leaves, q.shape[0])
+        return mask.passes(leaves, q.shape[0], q.device)
     return runs.passes(q.shape[0], q.shape[2], k.shape[2], q.device)
 
 
@@ -265,7 +265,7 @@ def _attend(
             return _by_softmax(call, band, leaves, q, k, v)
         allowed = None
         if band.masked:
-            allowed = call.mask.values(call.split(leaves)[0], call.rect(band))
+            allowed = call.mask.values(call.split(leaves)[0], call.rect(band), q.device)
             if allowed.dtype != torch.bool:
                 allowed = allowed.to(q.dtype)
         out = F.scaled_dot_product_attention(
@@ -306,9 +306,9 @@ def _by_softmax(
     if call.scale != 1.0:
         scores = scores * call.scale
     if call.mask.product is not None:
-        scores = call.mask.values(leaves, call.rect(band), scores)
+        scores = call.mask.values(leaves, call.rect(band), q.device, scores)
     else:
-        values = call.mask.values(leaves, call.rect(band))
+        values = call.mask.values(leaves, call.rect(band), q.device)
         if call.mask.is_bool:
             scores = scores.masked_fill(~values, float("-inf"))
         else:

@@ -99,12 +99,10 @@ class Expression:
         self._after_product: dict[Node, bool] = {}
         self.root = self._step(node, Frame.of(shape))
 
-    def given(self, values: dict[Node, torch.Tensor]) -> Expression:
-        """The same with values of small nodes that depend on data."""
+    def given(self, values: dict[Node, torch.Tensor], device: torch.device) -> Expression:
+        """The same with values of small nodes that depend on data, on a device."""
         other = copy.copy(self)
-        other._small = dict(values)
-        for value in values.values():
-            other.device = value.device
+        other._small, other.device = dict(values), device
         return other
 
     def blank_scores(self) -> Expression:

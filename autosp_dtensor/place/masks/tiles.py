@@ -26,6 +26,7 @@ from .spans import spans
 __all__ = ["Band", "TileMask", "forget_bands", "tile_mask", "tile_scores"]
 
 TILE = 512
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,17 @@ class TileMask:
         return self._text
 
     def values(
-        self, leaves: Sequence[torch.Tensor], rect: Rect, product: torch.Tensor | None = None
+        self,
+        leaves: Sequence[torch.Tensor],
+        rect: Rect,
+        device: torch.device,
+        product: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The mask on a rectangle, or the scores made of `product` [B, H, rows, columns] there."""
-        found = self._given(leaves).exact(rect, product)
+        """The mask on a rectangle, or the scores made of `product` [B, H, rows, columns] there.
+
+        device: that of queries; what has no leaves (tril of ones) is made there.
+        """
+        found = self._given(leaves, device).exact(rect, product)
         rows, columns = rect.bottom - rect.top, rect.right - rect.left
         return found.expand(*found.shape[:-2], rows, columns)
 
@@ -95,10 +103,10 @@ class TileMask:
         same tensors."""
         return self._once("bands", leaves, lambda: self._find_bands(leaves))
 
-    def passes(self, leaves: Sequence[torch.Tensor], rows: int) -> list[Pass]:
+    def passes(self, leaves: Sequence[torch.Tensor], rows: int, device: torch.device) -> list[Pass]:
         """The same mask as calls of a variable-length kernel for `rows` batch rows; empty where it
         is none of those. Looked for once in a call, with a few results read from the device."""
-        return self._once(rows, leaves, lambda: self._find_passes(leaves, rows))
+        return self._once((rows, device), leaves, lambda: self._find_passes(leaves, rows, device))
 
     def _once(self, what: Any, leaves: Sequence[torch.Tensor], find: Callable[[], Any]) -> Any:
         versions = [0 if leaf.is_inference() else leaf._version for leaf in leaves]
@@ -111,15 +119,17 @@ class TileMask:
             known.found[what] = find()
         return known.found[what]
 
-    def _given(self, leaves: Sequence[torch.Tensor]) -> Expression:
-        return self._expression.given(dict(zip(self.leaves, leaves, strict=True)))
+    def _given(self, leaves: Sequence[torch.Tensor], device: torch.device) -> Expression:
+        return self._expression.given(dict(zip(self.leaves, leaves, strict=True)), device)
 
-    def _find_passes(self, leaves: Sequence[torch.Tensor], rows: int) -> list[Pass]:
+    def _find_passes(
+        self, leaves: Sequence[torch.Tensor], rows: int, device: torch.device
+    ) -> list[Pass]:
         given = [leaf.detach() for leaf in leaves]
-        exact = self._given(given).blank_scores()
-        bounded = self._given([leaf.cpu() for leaf in given]).blank_scores()
+        exact = self._given(given, device).blank_scores()
+        bounded = self._given([leaf.cpu() for leaf in given], _CPU).blank_scores()
         # Where launches count more than elements, parts are larger.
-        leaf = TILE if exact.device.type == "cpu" else 4 * TILE
+        leaf = TILE if device.type == "cpu" else 4 * TILE
         apart = self._expression.rows_apart()
         found = []
         for row in range(apart) if apart > 1 else [None]:
@@ -131,11 +141,11 @@ class TileMask:
         if apart == 1:
             first, last = (x.expand(rows, -1) for x in (first, last))
         sizes = rows, exact.rows, exact.columns
-        return passes_of(runs_of(first, last), *sizes, exact.device) or []
+        return passes_of(runs_of(first, last), *sizes, device) or []
 
     def _find_bands(self, leaves: Sequence[torch.Tensor]) -> list[Band]:
         rows = self._expression.rows_apart()
-        expression = self._given([leaf.detach().cpu() for leaf in leaves])
+        expression = self._given([leaf.detach().cpu() for leaf in leaves], _CPU)
         return [
             self._band(expression, top, batch)
             for batch in (range(rows) if rows > 1 else [None])
@@ -269,7 +279,7 @@ def _runs(mask: TileMask, leaves: list[Node]) -> bool:
         if mask.product is not None:
             meta = facts(mask.product).meta
             part = torch.zeros((*meta.shape[:-2], rect[1], rect[3]), dtype=meta.dtype)
-        mask.values(probe, rect, part)
+        mask.values(probe, rect, _CPU, part)
     except (NotStatic, RuntimeError, IndexError):
         return False
     return True
