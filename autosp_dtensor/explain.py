@@ -54,7 +54,9 @@ def explain_program(program: Program) -> str:
 
 
 def _inside(node: Node) -> list[str]:
-    """What a tile runs, or what makes a result when it is read."""
+    """What a tile runs, or what makes a result when it is read; which kernel runs, and why."""
+    if facts(node).note:
+        return [f"    by {facts(node).note}"]
     tile = node.target.tile if isinstance(node.target, Deferred) else node.target
     if not isinstance(tile, Tile):
         return []

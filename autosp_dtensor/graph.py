@@ -78,7 +78,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything the stages know of a node; a stage adds to it with `dataclasses.replace`."""
+    """Everything the stages know of a node; a stage adds to it with `dataclasses.replace`.
+
+    note: how it is computed and why so, for whoever reads the program.
+    """
 
     outs: tuple[Meta, ...]
     scope: tuple[Scope, ...] = ()
@@ -92,6 +95,7 @@ class Facts:
     rule: Any = None
     option: Any = None
     bytes: int = 0
+    note: str = ""
 
     @property
     def meta(self) -> Meta:

@@ -28,7 +28,7 @@ def _attend(
     """[S, H, D], [T, Hkv, D], [T, Hkv, E] -> [S, H, E]; masks count from the bottom right."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("shd,thd->hst", q, k) * (scale or q.shape[-1] ** -0.5)
+    scores = torch.einsum("shd,thd->hst", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     at = torch.arange(q.shape[0], device=q.device)[:, None] + k.shape[0] - q.shape[0]
@@ -151,7 +151,9 @@ def cute_attn_func(
     """flash-attn 4's flash_attn_func: (out, log-sum-exp [B, H, S])."""
     group = q.shape[2] // k.shape[2]
     keys, values = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    scores = torch.einsum("bshd,bthd->bhst", q, keys) * (softmax_scale or q.shape[-1] ** -0.5)
+    scores = torch.einsum("bshd,bthd->bhst", q, keys) * (
+        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    )
     if causal:
         above = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(
             scores.shape[-1] - q.shape[1] + 1
@@ -201,7 +203,7 @@ def flex_attention(
     """flex_attention by torch.vmap over all positions, differentiable on a CPU."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = query @ key.mT * (scale or query.shape[-1] ** -0.5)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     places = [torch.arange(size, device=query.device) for size in scores.shape]
 
     def over_all(mod: Any, first: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 import autosp_dtensor as autosp
 from autosp_dtensor.errors import UsageError
 from autosp_dtensor.explain import size_text
+from autosp_dtensor.place.masks import varlen
+from tests import reference_attention
 from tests.model_t import ModelT, TConfig, ids_of_t
 from tests.run.fake_group import fake_mesh
 
@@ -144,3 +147,48 @@ def test_what_was_not_called_is_refused_with_this_text() -> None:
 )  # fmt: skip
 def test_sizes_are_written_so(count: int, text: str) -> None:
     assert size_text(count) == text
+
+
+class Mixed(nn.Module):
+    """One attention with each kind of mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.slopes = nn.Parameter(torch.ones(12, 12))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids).unflatten(-1, (4, 2)).transpose(1, 2)
+        q, k = torch.arange(12)[:, None], torch.arange(12)
+        documents = ids.cumsum(1)[:, None] // 20
+        masks = [
+            None, k <= q, (k <= q) & (q - k < 3),
+            (k <= q) & (documents[..., None, :] == documents[..., None]), self.slopes,
+        ]  # fmt: skip
+        for mask in masks:
+            x = x + F.scaled_dot_product_attention(x, x, x, mask)
+        return (x + F.scaled_dot_product_attention(x, x, x, is_causal=True)).sum()
+
+
+def by(text: str) -> list[str]:
+    return [line.strip()[3:] for line in text.split("\n") if line.startswith("    by ")]
+
+
+def test_text_tells_which_kernel_runs_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Mixed()
+    cpu = "tiles: flash-attn does not run on cpu"
+    own, proved = "sdpa: no mask", "sdpa: its mask is proved causal"
+    rest = ["sdpa: the mask as it is given", "sdpa: is_causal"]
+    assert by(explained(model, IDS)) == [own, proved, cpu, cpu, *rest]
+    for name in reference_attention.install_flash_attn():
+        monkeypatch.setitem(sys.modules, name, sys.modules[name])
+    monkeypatch.setattr(varlen, "TAKES", {"cpu": (torch.float32,)})
+    text = explained(model, IDS)
+    assert by(text) == [
+        own,
+        proved,
+        "flash-attn: 1 run of keys by windows (2, 0), proved",
+        "flash-attn where the mask is runs of keys in the data, else tiles",
+        *rest,
+    ]
+    assert max(map(len, text.split("\n"))) <= 80

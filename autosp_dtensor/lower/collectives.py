@@ -190,7 +190,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _summed(group: Any, x: torch.Tensor) -> torch.Tensor:
-    x = x.contiguous().clone()
+    x = x.resolve_conj().contiguous().clone()
     dist.all_reduce(x, group=group)
     return x
 

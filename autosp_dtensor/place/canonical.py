@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
+from ..capture.targets import Opaque
 from ..graph import short_name
 from .attention.fuse import fuse_attention
-from .attention.masking import MaskSearch, plain_or_tiled
+from .attention.masking import MaskSearch, noted, plain_or_tiled
 from .attention.sharing import share_key_heads
 from .losses import split_mean
 from .masks import ReadState
@@ -17,7 +18,9 @@ __all__ = ["canonicalize"]
 
 def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) -> Graph:
     """Means become sums over a global count, features at marked tokens are looked up, plain causal
-    masks go, key heads are shared."""
+    masks go, key heads are shared. What nobody uses goes first: attention whose weights a module
+    returns and its caller drops is one call."""
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     masks = MaskSearch(read)
     fuse_attention(graph, masks)
     for node in list(graph.nodes):
@@ -28,6 +31,8 @@ def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) ->
             node = plain_or_tiled(graph, node, masks)
         if name in ("scaled_dot_product_attention", "tiled_attention"):
             share_key_heads(graph, node)
+        elif isinstance(node.target, Opaque) and node.target.form:
+            noted(node, "the model's own call")
         elif name == "masked_scatter":
             look_up_marked(graph, node)
         else:

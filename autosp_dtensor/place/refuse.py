@@ -18,7 +18,12 @@ __all__ = ["Refusals", "first_gradient_alone"]
 Backward = Callable[..., Any]
 
 
-def first_gradient_alone(what: str, fix: str) -> Callable[[Backward], Backward]:
+_RUN_AGAIN = "their backward runs forward once more, part by part, and keeps nothing of it"
+
+
+def first_gradient_alone(
+    what: str, fix: str, why: str = _RUN_AGAIN
+) -> Callable[[Backward], Backward]:
     """For a Function's backward that is neither linear nor differentiable itself. (torch's
     `once_differentiable` lets it pass where the gradient that comes in is a constant.)
 
@@ -36,7 +41,7 @@ def first_gradient_alone(what: str, fix: str) -> Callable[[Backward], Backward]:
                 f"gradients of gradients do not go through {what}.",
                 where=call_site("backward"),
                 have="create_graph=True",
-                why="their backward runs forward once more, part by part, and keeps nothing of it",
+                why=why,
                 fix=fix,
             )
 

@@ -10,7 +10,7 @@ from ..capture.targets import Opaque, OutOfPlace, UnderAutocast
 from ..graph import Facts
 from . import attention
 from .rule import Rule
-from .rules import along, index, linear, loss, pointwise, views
+from .rules import along, index, linear, loss, pointwise, rows, views
 from .rules.tap import TapRule
 
 __all__ = ["USER_RULES", "find_rule"]
@@ -21,6 +21,7 @@ _BY_NAME: dict[str, Rule] = {
     **along.RULES,
     **views.RULES,
     **index.RULES,
+    **rows.RULES,
     **attention.RULES,
     **loss.RULES,
 }
@@ -38,12 +39,11 @@ def find_rule(target: Callable[..., Any], name: str, known: Facts) -> Rule | Non
             return USER_RULES[each]
     if isinstance(target, Opaque):
         return attention.FLASH if target.form else None
+    if key in rows.BY_FUNCTION:
+        return rows.BY_FUNCTION[key]
     if _is_torch(target) and name in _BY_NAME:
         return _BY_NAME[name]
-    ops = known.aten
-    if isinstance(target, OutOfPlace):  # autograd may do more around a write to a view
-        ops = tuple(op for op in ops if op.overloadpacket.__name__.endswith("_"))
-    return pointwise.POINTWISE if pointwise.is_pointwise(ops) else None
+    return pointwise.POINTWISE if pointwise.is_pointwise(target, known.aten) else None
 
 
 def _is_torch(target: Callable[..., Any]) -> bool:

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from autosp_dtensor.graph import facts
 from autosp_dtensor.place.masks import tiles
 from tests import reference_attention
 from tests.place.attention_table import FORMS, HEADS, MASKS, Model, has, inputs
+from tests.place.varlen import flash_attn_here
 from tests.simulate import assert_program_equals_whole
+
+__all__ = ["flash_attn_here"]
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "attention.md").read_text()
@@ -25,7 +29,7 @@ def flash_and_small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     names = reference_attention.install_flash_attn()
     yield
     for name in names:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ def rows() -> dict[str, list[str]]:
     lines = [line for line in PAGE.splitlines() if line.startswith("|")]
     cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
     first = next(at for at, row in enumerate(cells) if row[0] == "mask")
-    assert cells[first][1:] == list(FORMS)
+    assert cells[first][1:] == [*FORMS, "kernel"]
     return {row[0]: row[1:] for row in cells[first + 2 : first + 2 + len(MASKS)]}
 
 
@@ -57,7 +61,21 @@ def test_page_names_every_cell_and_no_other() -> None:
     assert list(table) == list(MASKS)
     for mask, cells in table.items():
         want = [f"{form}-{mask}" if has(form, mask) else "-" for form in FORMS]
-        assert cells == want
+        assert cells[:-1] == want
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_page_names_the_kernel_of_each_mask(flash_attn_here: list[object], mask: str) -> None:
+    """Where flash-attn can run, for scaled_dot_product_attention."""
+    program = assert_program_equals_whole(
+        Model("sdpa", mask, 4, 4), inputs(mask, 4), 2, reference=Model("sdpa", mask, 4, 4, True)
+    )
+    (note,) = {facts(node).note for node in program.nodes() if facts(node).note}
+    kernel, _, _ = note.partition(":")
+    if kernel.startswith("flash-attn"):
+        data = "" if note.endswith("proved") else ", by data"
+        kernel = f"flash-attn{data}" if flash_attn_here else "tiles"
+    assert rows()[mask][-1] == ("sdpa, is_causal" if "causal" in note else kernel)
 
 
 def test_page_names_tests_that_exist() -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from autosp_dtensor.graph import facts
 from autosp_dtensor.place.masks import tiles
+from autosp_dtensor.place.masks.frame import Rect
 from tests.pieces import glue
 from tests.simulate import Lowered, Ranks, assert_program_equals_whole, lowered
 
@@ -215,6 +216,64 @@ def test_two_layers_with_other_masks_do_not_mix() -> None:
         return first(ids, d) + second(ids, p) + first(ids, p)
 
     assert_program_equals_whole(call, (IDS, DOCUMENTS, PADDING), 2)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24, dtype=torch.float64)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + out.transpose(1, 2).flatten(2)
+
+
+class LayersApart(nn.Module):
+    """Each layer's mask is built by the same operations from another number."""
+
+    def __init__(self, mask: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8, dtype=torch.float64)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.mask = mask
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for layer, number in zip(self.layers, (3, 5, 3), strict=True):
+            x = layer(x, self.mask(number))
+        return x
+
+
+@pytest.mark.parametrize("mask", [
+    lambda w: causal() & (q_at() - k_at() < w),
+    lambda w: causal() & (q_at() // w == k_at() // w),
+    lambda w: ((k_at() - q_at()) / w).double(),
+    lambda w: torch.where((q_at() - k_at()).abs() < w, 0.0, -INF).double(),
+], ids=["window", "chunks", "bias", "window both ways, added"])  # fmt: skip
+def test_layers_whose_masks_differ_in_a_number_alone_do_not_mix(
+    mask: Callable[[int], Tensor],
+) -> None:
+    """They would be one block, and take the first one's mask."""
+    torch.manual_seed(0)
+    assert_program_equals_whole(LayersApart(mask), (IDS,), 2)
+
+
+def test_text_that_ranks_compare_tells_masks_apart() -> None:
+    model = LayersApart(lambda w: causal() & (q_at() - k_at() < w))
+    nodes = lowered(model, (IDS,), 2).named("tiled_attention")
+    texts = [repr(node.kwargs["mask"]) for node in nodes]
+    assert texts[0] == texts[2] != texts[1]
+
+
+def test_mask_that_is_made_of_no_tensor_is_made_where_queries_are() -> None:
+    """Else a band of a window, written as tril and triu of ones, would stay on the CPU."""
+    banded = model(lambda: torch.ones(LENGTH, LENGTH).tril().triu(-3).bool())
+    (node,) = lowered(banded, (IDS,), 1).named("tiled_attention")
+    mask = node.kwargs["mask"]
+    assert mask.leaves == []
+    rect = Rect(0, 4, 0, 4)
+    assert mask.values([], rect, torch.device("meta")).device.type == "meta"
 
 
 def test_trained_bias_keeps_its_gradient() -> None:

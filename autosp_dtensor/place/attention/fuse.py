@@ -19,9 +19,10 @@ from ...capture.targets import UnderAutocast
 from ...graph import facts, set_facts, short_name
 from ..insert import bind
 from ..masks import Pattern, Softmax, tiled_attention
-from .masking import MaskSearch
+from .groups import merge_groups
+from .masking import MaskSearch, by_runs, noted
 from .products import Product, as_product, split_baddbmm
-from .scores import CASTS, ScoreMask, walk_back
+from .scores import CASTS, ScoreMask, Scores, walk_back
 
 __all__ = ["fuse_attention"]
 
@@ -29,6 +30,7 @@ __all__ = ["fuse_attention"]
 def fuse_attention(graph: Graph, masks: MaskSearch) -> Graph:
     """Rewrite each hand-written attention that qualifies; values change by rounding."""
     split_baddbmm(graph)
+    merge_groups(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -39,8 +41,9 @@ def fuse_attention(graph: Graph, masks: MaskSearch) -> Graph:
             found = _by_flex(node)
         else:
             continue
-        if found is not None and not _as_kernel(graph, found, masks):
-            _as_strips(graph, found, masks)
+        plain = None if found is None else _plain_scores(found)
+        if found is not None and not _as_kernel(graph, found, plain, masks):
+            _as_strips(graph, found, plain, masks)
     graph.lint()
     return graph
 
@@ -132,19 +135,27 @@ def _last(softmax: Node, final: Node) -> Any:
     return node
 
 
-def _as_kernel(graph: Graph, found: _Attention, masks: MaskSearch) -> bool:
-    """One scaled_dot_product_attention, where its arguments say all of it."""
+def _plain_scores(found: _Attention) -> tuple[Scores, Product] | None:
+    """Scores that are a product, scaled and masked, and nothing else."""
     scores = None if found.stats or found.sink else walk_back(found.scores)
     before = None if scores is None else as_product(scores.product)
     if scores is None or before is None or not before.is_plain or scores.scale <= 0:
-        return False
+        return None
     if facts(before.node).meta.shape != facts(found.scores).meta.shape:
-        return False  # a mask that has more heads or rows than the product
+        return None  # a mask that has more heads or rows than the product
+    return scores, before
+
+
+def _as_kernel(
+    graph: Graph, found: _Attention, plain: tuple[Scores, Product] | None, masks: MaskSearch
+) -> bool:
+    """One scaled_dot_product_attention, where its arguments say all of it."""
+    if plain is None:
+        return False
+    scores, before = plain
     patterns = [masks.pattern(mask.node) for mask in scores.masks]
     known_masks = all(pattern is not None for pattern in patterns)
-    if not known_masks and not all(
-        masks.tiles(mask.node) is not None and _forbids_wholly(mask) for mask in scores.masks
-    ):
+    if not known_masks and not _by_mask(scores.masks, masks):
         return False
     options: dict[str, Any] = {
         "dropout_p": found.dropout_p,
@@ -154,8 +165,7 @@ def _as_kernel(graph: Graph, found: _Attention, masks: MaskSearch) -> bool:
     final = found.after.node
     with graph.inserting_before(final):
         operands = _operands(graph, before, found.after)
-        softmax = () if found.at is final else (found.at,)
-        if operands is None or _in_fewer_bits(operands[0], [*softmax, *scores.casts, *found.casts]):
+        if operands is None or _rounds_more(found, scores, operands[0]):
             return False
         if not known_masks:
             options["attn_mask"] = _all_allowed(graph, scores.masks)
@@ -165,7 +175,14 @@ def _as_kernel(graph: Graph, found: _Attention, masks: MaskSearch) -> bool:
     return True
 
 
-def _as_strips(graph: Graph, found: _Attention, masks: MaskSearch) -> None:
+def _rounds_more(found: _Attention, scores: Scores, query: Node) -> bool:
+    softmax = () if found.at is found.after.node else (found.at,)
+    return _in_fewer_bits(query, [*softmax, *scores.casts, *found.casts])
+
+
+def _as_strips(
+    graph: Graph, found: _Attention, plain: tuple[Scores, Product] | None, masks: MaskSearch
+) -> None:
     """Scores that no kernel knows: made, changed as the model does, and used strip by strip."""
     before = _only_product(found.scores)
     if before is None or not before.is_plain or not _is_private(before.node, found.at):
@@ -191,7 +208,13 @@ def _as_strips(graph: Graph, found: _Attention, masks: MaskSearch) -> None:
         leaves = tuple(tiles[1])
         if found.sink is not None:
             leaves, options["sink"] = (*leaves, _before_expand(found.sink)), True
-        _replace(graph, found, tiled_attention, operands, leaves, options)
+        note = "strips: the model changes scores before softmax"
+        if plain is not None and not _rounds_more(found, plain[0], operands[0]):
+            # Masked by a finite number: alike, while each query reads some key.
+            runs, note = by_runs(found.after.node, operands, None, tiles[0], masks)
+            if runs is not None:
+                options["runs"] = replace(runs, scale=plain[0].scale)
+        noted(_replace(graph, found, tiled_attention, operands, leaves, options), note)
 
 
 def _operands(graph: Graph, before: Product, after: Product) -> tuple[Node, Node, Node] | None:
@@ -214,7 +237,7 @@ def _replace(
     operands: tuple[Node, Node, Node],
     leaves: tuple[Node, ...],
     options: dict[str, Any],
-) -> None:
+) -> Node:
     final = found.after.node
     fused = graph.call_function(target, (*operands, *leaves), options)
     q, v = facts(operands[0]).meta.shape, facts(operands[2]).meta.shape
@@ -222,6 +245,7 @@ def _replace(
     outs = (meta, *facts(final).outs[1:])
     set_facts(fused, replace(facts(final), outs=outs, random=found.dropout_p > 0, aten=()))
     final.replace_all_uses_with(found.after.in_order(graph, fused))
+    return fused
 
 
 def _only_product(scores: Any) -> Product | None:
@@ -261,6 +285,18 @@ def _is_private(product: Node, at: Node) -> bool:
             return False
         todo.extend(node.users)
     return True
+
+
+def _by_mask(found: list[ScoreMask], masks: MaskSearch) -> bool:
+    """Whether kernels that are given the masks weigh keys as the model does."""
+    if any(masks.tiles(mask.node) is None for mask in found):
+        return False
+    if all(_forbids_wholly(mask) for mask in found):
+        return True
+    if len(found) > 1:
+        return False
+    runs, queries = masks.runs(found[0].node), facts(found[0].node).meta.shape[-2]
+    return bool(runs) and sum(run.bottom - run.top for run in runs) == queries
 
 
 def _forbids_wholly(mask: ScoreMask) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
@@ -13,14 +15,18 @@ from ..insert import add_call, bind
 from ..masks import (
     Pattern,
     ReadState,
+    Run,
+    Runs,
     TileMask,
+    prove_runs,
     recognize,
     tile_mask,
     tile_scores,
     tiled_attention,
+    why_not,
 )
 
-__all__ = ["MaskSearch", "plain_or_tiled"]
+__all__ = ["MaskSearch", "by_runs", "noted", "plain_or_tiled"]
 
 log = logging.getLogger("autosp_dtensor")
 _LARGE_MASK = 1 << 20
@@ -48,6 +54,7 @@ class MaskSearch:
         self.read = read
         self._patterns: dict[Node, Pattern | None] = {}
         self._tiles: dict[Node, Tiles | None] = {}
+        self._runs: dict[Node, tuple[Run, ...] | None] = {}
         self._same: dict[Any, TileMask] = {}
 
     def pattern(self, mask: Node) -> Pattern | None:
@@ -61,6 +68,12 @@ class MaskSearch:
         if mask not in self._tiles:
             self._tiles[mask] = self._shared(tile_mask(mask))
         return self._tiles[mask]
+
+    def runs(self, mask: Node) -> tuple[Run, ...] | None:
+        """The mask as runs of queries, where no data says them."""
+        if mask not in self._runs:
+            self._runs[mask] = prove_runs(mask, self.read)
+        return self._runs[mask]
 
     def score_tiles(self, scores: Node, product: Node) -> Tiles | None:
         """Scores as an expression of queries times keys."""
@@ -93,19 +106,20 @@ def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
     node.kwargs = given  # rules count on this order
     mask = given.get("attn_mask")
     if not isinstance(mask, Node) or given.get("is_causal"):
-        return node
+        return noted(node, f"sdpa: {'is_causal' if given.get('is_causal') else 'no mask'}")
     pattern = masks.pattern(mask)
     if pattern is not None:  # what built the mask is dead code now
         node.kwargs = {**given, "attn_mask": None, "is_causal": pattern is Pattern.CAUSAL}
-        return node
+        what = "causal" if pattern is Pattern.CAUSAL else "to allow all"
+        return noted(node, f"sdpa: its mask is proved {what}")
     if facts(mask).meta.shape[-2] == 1:
-        return node
-    query = node.args[0]
-    assert isinstance(query, Node)
+        if _why_not(node, arg_nodes(node)[:3]):
+            return noted(node, "sdpa: a mask of keys alone")
+        mask = _for_each_query(graph, node, mask)
     found = masks.tiles(mask) if _has_own_rows(node) else None
     if found is None:
         _warn(node, mask)
-        return node
+        return noted(node, "sdpa: the mask as it is given")
     expression, leaves = found
     for leaf in leaves:
         if facts(leaf).meta.shape[-2:] == facts(mask).meta.shape[-2:]:
@@ -113,14 +127,63 @@ def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
     options = {k: given[k] for k in ("enable_gqa", "dropout_p") if given.get(k)}
     if given.get("scale") is not None:  # 0 is a scale
         options["scale"] = given["scale"]
+    runs, note = by_runs(node, arg_nodes(node)[:3], mask, expression, masks)
     with graph.inserting_before(node):
         options["mask"] = expression
+        if runs is not None:
+            options["runs"] = runs
         args = (*node.args, *leaves)
         tiled = add_call(graph, node, tiled_attention, args, options, facts(node).meta)
-    tiled.meta["autosp"] = facts(tiled).having(random=facts(node).random)
+    tiled.meta["autosp"] = facts(tiled).having(random=facts(node).random, note=note)
     node.replace_all_uses_with(tiled)
     graph.erase_node(node)
     return tiled
+
+
+def by_runs(
+    node: Node,
+    operands: tuple[Node, ...],
+    mask: Node | None,
+    expression: TileMask,
+    search: MaskSearch,
+) -> tuple[Runs | None, str]:
+    """Whether flash-attn may run attention, and a note of what runs it and why.
+
+    mask: to be proved in the trace; None: to be looked for while the program runs.
+    """
+    if expression.trained:
+        return None, "tiles: the mask is trained"
+    if why := _why_not(node, operands):
+        return None, f"tiles: {why}"
+    known = None if mask is None else search.runs(mask)
+    if known is None:
+        return Runs(), "flash-attn where the mask is runs of keys in the data, else tiles"
+    if not known:
+        return None, "tiles: the mask is no runs of keys, alike for rows and heads"
+    windows = sorted({(run.before, run.after) for run in known})
+    text = ", ".join(map(str, windows[:2])) + (" ..." if len(windows) > 2 else "")
+    count = "1 run" if len(known) == 1 else f"{len(known)} runs"
+    return Runs(known), f"flash-attn: {count} of keys by windows {text}, proved"
+
+
+def _why_not(node: Node, operands: tuple[Node, ...]) -> str:
+    query, key, value = (facts(each).meta for each in operands)
+    return why_not(query, key, value, facts(node).meta.dtype)
+
+
+def _for_each_query(graph: Graph, node: Node, mask: Node) -> Node:
+    """A mask [.., 1, T] as [.., S, T], which nothing ever holds."""
+    *lead, _, keys = facts(mask).meta.shape
+    shape = (*lead, facts(node).meta.shape[-2], keys)
+    meta = replace(facts(mask).meta, shape=shape)
+    with graph.inserting_before(node):
+        return add_call(graph, node, torch.Tensor.expand, (mask, *shape), {}, meta)
+
+
+def noted(node: Node, note: str) -> Node:
+    """The node, with a note of what runs it and why."""
+    node.meta["autosp"] = facts(node).having(note=note)
+    return node
 
 
 def _has_own_rows(node: Node) -> bool:

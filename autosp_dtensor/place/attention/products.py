@@ -12,7 +12,15 @@ from ...capture.targets import UnderAutocast
 from ...graph import facts, set_facts, short_name
 from ..insert import add_call, bind
 
-__all__ = ["Product", "as_product", "split_baddbmm"]
+__all__ = [
+    "Product",
+    "Terms",
+    "as_product",
+    "einsum_terms",
+    "permuted",
+    "split_baddbmm",
+    "transposed_from",
+]
 
 _bmm = torch.ops.aten.bmm.default
 
@@ -37,24 +45,24 @@ class Product:
 
     def left_last(self, graph: Graph) -> Node:
         """left as [batch.., m, k]."""
-        return self.left if self.orders is None else _permuted(graph, self.left, self.orders[0])
+        return self.left if self.orders is None else permuted(graph, self.left, self.orders[0])
 
     def right_last(self, graph: Graph) -> Node:
         """right as [batch.., n, k]: keys, not their transpose."""
         if self.orders is not None:
-            return _permuted(graph, self.right, self.orders[1])
-        source = _transposed_from(self.right)
+            return permuted(graph, self.right, self.orders[1])
+        source = transposed_from(self.right)
         if source is not None:
             return source
         rank = len(facts(self.right).meta.shape)
-        return _permuted(graph, self.right, (*range(rank - 2), rank - 1, rank - 2))
+        return permuted(graph, self.right, (*range(rank - 2), rank - 1, rank - 2))
 
     def right_rows(self, graph: Graph) -> Node:
         """right as [batch.., k, n]: values."""
         if self.orders is None:
             return self.right
         *batch, n, k = self.orders[1]
-        return _permuted(graph, self.right, (*batch, k, n))
+        return permuted(graph, self.right, (*batch, k, n))
 
     def in_order(self, graph: Graph, result: Node) -> Node:
         """[batch.., m, n] in the order of dims that the node has."""
@@ -62,7 +70,7 @@ class Product:
             return result
         assert self.orders is not None
         back = sorted(range(len(self.orders[2])), key=lambda d: self.orders[2][d])  # type: ignore[index]
-        return _permuted(graph, result, tuple(back))
+        return permuted(graph, result, tuple(back))
 
 
 def as_product(node: Any) -> Product | None:
@@ -81,8 +89,23 @@ def as_product(node: Any) -> Product | None:
     return _einsum(node) if name == "einsum" else None
 
 
-def _einsum(node: Node) -> Product | None:
-    """bhqd,bhkd->bhqk and its like: letters shared by all, and one each of m, n and k."""
+@dataclass(frozen=True)
+class Terms:
+    """A product written as letters: left's dims, right's dims and the result's."""
+
+    left: Node
+    right: Node
+    a: str
+    b: str
+    out: str
+
+
+def einsum_terms(node: Node) -> Terms | None:
+    """einsum of two tensors, each letter once in each; None for anything else."""
+    if short_name(node.target) != "einsum" or node.kwargs:
+        return None
+    if isinstance(node.target, UnderAutocast):
+        return None
     flat = node.args[1:] if len(node.args) != 2 else node.args[1]
     operands: list[Any] = list(flat) if isinstance(flat, (tuple, list)) else [flat]
     text = node.args[0]
@@ -95,6 +118,15 @@ def _einsum(node: Node) -> Product | None:
         return None
     if not all(len(set(x)) == len(x) and x.isalpha() for x in (a, b, out)):
         return None
+    return Terms(left, right, a, b, out)
+
+
+def _einsum(node: Node) -> Product | None:
+    """bhqd,bhkd->bhqk and its like: letters shared by all, and one each of m, n and k."""
+    terms = einsum_terms(node)
+    if terms is None:
+        return None
+    left, right, a, b, out = terms.left, terms.right, terms.a, terms.b, terms.out
     batch = [x for x in out if x in a and x in b]
     m = [x for x in a if x in out and x not in b]
     n = [x for x in b if x in out and x not in a]
@@ -112,7 +144,7 @@ def _einsum(node: Node) -> Product | None:
     return Product(node, left, right, orders)
 
 
-def _transposed_from(node: Node) -> Node | None:
+def transposed_from(node: Node) -> Node | None:
     """x, where the node is x with its last two dims exchanged."""
     name = short_name(node.target)
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
@@ -124,7 +156,8 @@ def _transposed_from(node: Node) -> Node | None:
     return node.args[0] if name == "mT" else None
 
 
-def _permuted(graph: Graph, node: Node, order: tuple[int, ...]) -> Node:
+def permuted(graph: Graph, node: Node, order: tuple[int, ...]) -> Node:
+    """The node with its dims in this order."""
     if order == tuple(range(len(order))):
         return node
     made = graph.call_function(torch.Tensor.permute, (node, order))

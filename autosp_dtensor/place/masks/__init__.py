@@ -3,17 +3,24 @@
 from .attend import Softmax, tiled_attention
 from .expression import ReadState
 from .prove import MASKED_BELOW, Pattern, recognize
+from .runs import Run, Runs
+from .spans import prove_runs
 from .tiles import TileMask, forget_bands, tile_mask, tile_scores
+from .varlen import why_not
 
 __all__ = [
     "MASKED_BELOW",
     "Pattern",
     "ReadState",
+    "Run",
+    "Runs",
     "Softmax",
     "TileMask",
     "forget_bands",
+    "prove_runs",
     "recognize",
     "tile_mask",
     "tile_scores",
     "tiled_attention",
+    "why_not",
 ]

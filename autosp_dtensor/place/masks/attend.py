@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from ...autocast import autocast_state, under
 from ..refuse import first_gradient_alone
 from .frame import Rect
+from .runs import Pass, Runs
 from .tiles import Band, TileMask
+from .varlen import attend_runs
 
 __all__ = ["Softmax", "tiled_attention"]
 
@@ -46,6 +48,7 @@ def tiled_attention(
     dropout_p: float = 0.0,
     softmax: Softmax | None = None,
     sink: bool = False,
+    runs: Runs | None = None,
 ) -> Any:
     """scaled_dot_product_attention(q, k, v, mask) without the mask, or any attention by hand.
 
@@ -56,6 +59,7 @@ def tiled_attention(
         own: which of the mask's heads q has, (from, to); None: all.
         sink: the last of `leaves` is no part of the mask, but one more score of each query, [1 or
             B, 1 or H, 1 or S, 1], whose weight is dropped.
+        runs: given where flash-attn may run it, if the mask is made of runs.
 
     Returns:
         [B, H, S, E]; with `softmax.stats` a tuple of it and statistics [B, H, S].
@@ -70,13 +74,31 @@ def tiled_attention(
     flat = q.dim() == 3
     if flat:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    factor = scale if scale is not None else q.shape[-1] ** -0.5 if mask.product is None else 1.0
+    factor: float = (
+        scale if scale is not None else q.shape[-1] ** -0.5 if mask.product is None else 1.0
+    )
+    passes = _passes(mask, runs, leaves, q, k)
+    if passes and runs:
+        if runs.scale is not None:
+            factor = runs.scale
+        out = attend_runs(passes, q, k, v, factor, dropout_p)
+        return out.squeeze(0) if flat else out
     seed = int(torch.randint(1 << 31, ())) if dropout_p else 0
     call = _Call(mask, own, factor, enable_gqa, dropout_p, seed, softmax or Softmax(), sink)
     outs = _Tiled.apply(call, q, k, v, *leaves)
     if flat:
         outs = tuple(out.squeeze(0) for out in outs)
     return outs if call.softmax.stats else outs[0]
+
+
+def _passes(
+    mask: TileMask, runs: Runs | None, leaves: Sequence[torch.Tensor], q: torch.Tensor, k: Any
+) -> list[Pass] | None:
+    if runs is None or q.numel() == 0 or k.numel() == 0:
+        return None
+    if runs.known is None:
+        return mask.passes(leaves, q.shape[0], q.device)
+    return runs.passes(q.shape[0], q.shape[2], k.shape[2], q.device)
 
 
 def _without_data(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **given: Any) -> Any:
@@ -243,7 +265,7 @@ def _attend(
             return _by_softmax(call, band, leaves, q, k, v)
         allowed = None
         if band.masked:
-            allowed = call.mask.values(call.split(leaves)[0], call.rect(band))
+            allowed = call.mask.values(call.split(leaves)[0], call.rect(band), q.device)
             if allowed.dtype != torch.bool:
                 allowed = allowed.to(q.dtype)
         out = F.scaled_dot_product_attention(
@@ -284,9 +306,9 @@ def _by_softmax(
     if call.scale != 1.0:
         scores = scores * call.scale
     if call.mask.product is not None:
-        scores = call.mask.values(leaves, call.rect(band), scores)
+        scores = call.mask.values(leaves, call.rect(band), q.device, scores)
     else:
-        values = call.mask.values(leaves, call.rect(band))
+        values = call.mask.values(leaves, call.rect(band), q.device)
         if call.mask.is_bool:
             scores = scores.masked_fill(~values, float("-inf"))
         else:

@@ -40,9 +40,7 @@ def _bounds(expression: Expression, step: Step, rect: Rect) -> Known:
         value = expression.cut(step, rect)
         return None if value.numel() == 0 else _clean(value.min().item(), value.max().item())
     if step.kind == "product":
-        dtype = facts(node).meta.dtype
-        most = min(1e8, torch.finfo(dtype).max / 8)
-        return -most, most
+        return _scores(expression, facts(node).meta.dtype)
     if step.kind == "constant":
         return _fitted((step.detail, step.detail), facts(node).meta.dtype)
     if step.kind == "view":
@@ -69,6 +67,11 @@ def _bounds(expression: Expression, step: Step, rect: Rect) -> Known:
         inputs = [None if each is None else _near(each, kind) for each in inputs]
     found = rule(*inputs)
     return None if found is None else _fitted(found, dtype)
+
+
+def _scores(expression: Expression, dtype: torch.dtype) -> Bounds:
+    most = 0.0 if expression.blank else min(1e8, torch.finfo(dtype).max / 8)
+    return -most + 0.0, most
 
 
 def _clean(least: float, most: float) -> Known:

@@ -89,6 +89,7 @@ class Expression:
         self.read = read
         self.product = product
         self.device = torch.device("cpu")
+        self.blank = False
         shape = facts(node).meta.shape
         if not 2 <= len(shape) <= 4:
             raise NotStatic(node.name)
@@ -98,13 +99,27 @@ class Expression:
         self._after_product: dict[Node, bool] = {}
         self.root = self._step(node, Frame.of(shape))
 
-    def given(self, values: dict[Node, torch.Tensor]) -> Expression:
-        """The same with values of small nodes that depend on data."""
+    def given(self, values: dict[Node, torch.Tensor], device: torch.device) -> Expression:
+        """The same with values of small nodes that depend on data, on a device."""
         other = copy.copy(self)
-        other._small = dict(values)
-        for value in values.values():
-            other.device = value.device
+        other._small, other.device = dict(values), device
         return other
+
+    def blank_scores(self) -> Expression:
+        """The same of scores that are all 0: what is added to them, where that is all."""
+        other = copy.copy(self)
+        other.blank = True
+        return other
+
+    def rows_apart(self) -> int:
+        """How many batch rows are evaluated one by one: all, if some tensor tells them apart."""
+        size = Frame.of(facts(self.node).meta.shape).sizes[0]
+        for step in self.root.walk():
+            shape, dim = facts(step.node).meta.shape, step.frame.dims[0]
+            if step.kind in ("small", "buffer") and dim is not None and -dim <= len(shape):
+                if shape[dim] == size:
+                    return size
+        return 1
 
     def exact(self, rect: Rect, product: torch.Tensor | None = None) -> torch.Tensor:
         """The values on a rectangle (leading dims may be broadcast).
@@ -225,7 +240,7 @@ class Expression:
         shapes = [facts(each).meta.shape for each in node.all_input_nodes]
         if not known.single or known.meta.shape != _broadcast(shapes):
             raise NotStatic(node.name)  # flatten, repeat: copies, as far as ATen tells
-        plain = name in RULES or is_pointwise(known.aten)
+        plain = name in RULES or is_pointwise(node.target, known.aten)
         if not plain or known.random or isinstance(node.target, UnderAutocast):
             raise NotStatic(node.name)
         return Step("pointwise", node, frame, inputs)
@@ -280,6 +295,9 @@ class Expression:
         if step.kind in ("small", "buffer"):
             return self.cut(step, rect)
         if step.kind == "product":
+            if self.blank:
+                dtype = facts(step.node).meta.dtype
+                return torch.zeros((1, 1), dtype=dtype, device=self.device)
             assert product is not None
             return product
         if step.kind == "constant":

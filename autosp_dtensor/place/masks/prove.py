@@ -12,7 +12,7 @@ from .bounds import bounds
 from .expression import Expression, NotStatic, ReadState
 from .frame import Rect
 
-__all__ = ["MASKED_BELOW", "Pattern", "recognize"]
+__all__ = ["MASKED_BELOW", "Pattern", "decide", "forbids_from", "is_bool", "recognize"]
 
 _LEAF = 512
 # A float mask forbids by so much or more: exp(score + it) is then exactly 0 for any score below 5e8
@@ -68,7 +68,7 @@ def _check(expression: Expression, pattern: Pattern, rect: Rect, budget: list[in
     wanted = _uniform(pattern, rect)
     found = bounds(expression, rect)
     if wanted is not None and found is not None:
-        verdict = _decide(expression, found)
+        verdict = decide(expression, found)
         if verdict is not None:
             return verdict == wanted
     rows, columns = rect[1] - rect[0], rect[3] - rect[2]
@@ -97,20 +97,22 @@ def _uniform(pattern: Pattern, rect: Rect) -> bool | None:
     return False if rect[2] > rect[1] - 1 else None
 
 
-def _is_bool(expression: Expression) -> bool:
+def is_bool(expression: Expression) -> bool:
+    """Whether a mask allows where True, not where 0."""
     return facts(expression.node).meta.dtype == torch.bool
 
 
-def _decide(expression: Expression, bounds: tuple[float, float]) -> bool | None:
+def decide(expression: Expression, bounds: tuple[float, float]) -> bool | None:
     """Allowed or forbidden throughout, as far as bounds can tell."""
-    if _is_bool(expression):
+    if is_bool(expression):
         return True if bounds[0] > 0 else False if bounds[1] == 0 else None
     if bounds == (0.0, 0.0):
         return True
-    return False if bounds[1] <= _least(expression) else None
+    return False if bounds[1] <= forbids_from(expression) else None
 
 
-def _least(expression: Expression) -> float:
+def forbids_from(expression: Expression) -> float:
+    """The greatest number by which a float mask forbids."""
     dtype = facts(expression.node).meta.dtype
     return max(MASKED_BELOW, torch.finfo(dtype).min) if dtype.is_floating_point else MASKED_BELOW
 
@@ -124,7 +126,7 @@ def _equal(expression: Expression, pattern: Pattern, rect: Rect) -> bool:
         if pattern is Pattern.CAUSAL
         else torch.ones(rows.numel(), columns.numel(), dtype=torch.bool)
     )
-    if _is_bool(expression):
+    if is_bool(expression):
         return bool((value == wanted).all())
-    allowed, forbidden = value == 0, value <= _least(expression)
+    allowed, forbidden = value == 0, value <= forbids_from(expression)
     return bool(torch.where(wanted, allowed, forbidden).all())

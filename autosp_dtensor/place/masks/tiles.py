@@ -7,22 +7,26 @@ program runs. A first pass bounds every tile, so that tiles that allow nothing a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
-from ...graph import facts, set_facts
+from ...graph import facts, set_facts, short_name
 from .bounds import bounds, forbidden_below
 from .expression import Expression, Step
-from .frame import Frame, NotStatic, Rect
+from .frame import NotStatic, Rect
 from .prove import MASKED_BELOW
+from .runs import Pass, passes_of, runs_of
+from .spans import spans
 
 __all__ = ["Band", "TileMask", "forget_bands", "tile_mask", "tile_scores"]
 
 TILE = 512
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,11 @@ class Band:
 
 @dataclass(frozen=True)
 class _Known:
-    """Bands found for given tensors, which are not kept alive for it."""
+    """What was found for given tensors, which are not kept alive for it."""
 
     leaves: tuple[weakref.ref[torch.Tensor], ...]
     made: tuple[Any, ...]
-    bands: list[Band]
+    found: dict[Any, Any]
 
     def fits(self, leaves: Sequence[torch.Tensor], made: tuple[Any, ...]) -> bool:
         same = all(a() is b for a, b in zip(self.leaves, leaves, strict=True))
@@ -68,61 +72,85 @@ class TileMask:
 
     def __init__(self, root: Node, leaves: list[Node], product: Node | None) -> None:
         self.root, self.leaves, self.product = root, leaves, product
-        meta = facts(root).meta
-        self.is_bool = meta.dtype == torch.bool
+        self.is_bool = facts(root).meta.dtype == torch.bool
         self.trained = tuple(i for i, n in enumerate(leaves) if facts(n).meta.requires_grad)
         self._expression = Expression(root, product=product)
-        self._shape = (1,) * (4 - len(meta.shape)) + meta.shape
         self._known: _Known | None = None
+        self._text = _text(root, product)
 
     def __repr__(self) -> str:
-        what = "mask" if self.product is None else "scores"
-        count = sum(step.kind != "small" for step in self._expression.root.walk())
-        return f"{what} of {count} operations"
+        """All that it computes: calls with equal texts are taken for equal, in blocks and by
+        ranks."""
+        return self._text
 
     def values(
-        self, leaves: Sequence[torch.Tensor], rect: Rect, product: torch.Tensor | None = None
+        self,
+        leaves: Sequence[torch.Tensor],
+        rect: Rect,
+        device: torch.device,
+        product: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The mask on a rectangle, or the scores made of `product` [B, H, rows, columns] there."""
-        found = self._given(leaves).exact(rect, product)
+        """The mask on a rectangle, or the scores made of `product` [B, H, rows, columns] there.
+
+        device: that of queries; what has no leaves (tril of ones) is made there.
+        """
+        found = self._given(leaves, device).exact(rect, product)
         rows, columns = rect.bottom - rect.top, rect.right - rect.left
         return found.expand(*found.shape[:-2], rows, columns)
 
     def bands(self, leaves: Sequence[torch.Tensor]) -> list[Band]:
         """Which tiles there is work in; looked for once in a call for all layers that are given the
         same tensors."""
+        return self._once("bands", leaves, lambda: self._find_bands(leaves))
+
+    def passes(self, leaves: Sequence[torch.Tensor], rows: int, device: torch.device) -> list[Pass]:
+        """The same mask as calls of a variable-length kernel for `rows` batch rows; empty where it
+        is none of those. Looked for once in a call, with a few results read from the device."""
+        return self._once((rows, device), leaves, lambda: self._find_passes(leaves, rows, device))
+
+    def _once(self, what: Any, leaves: Sequence[torch.Tensor], find: Callable[[], Any]) -> Any:
         versions = [0 if leaf.is_inference() else leaf._version for leaf in leaves]
         made = _calls[0], TILE, versions
         known = self._known
         if known is None or not known.fits(leaves, made):
             held = tuple(weakref.ref(leaf) for leaf in leaves)
-            self._known = known = _Known(held, made, self._find_bands(leaves))
-        return known.bands
+            self._known = known = _Known(held, made, {})
+        if what not in known.found:
+            known.found[what] = find()
+        return known.found[what]
 
-    def _given(self, leaves: Sequence[torch.Tensor]) -> Expression:
-        return self._expression.given(dict(zip(self.leaves, leaves, strict=True)))
+    def _given(self, leaves: Sequence[torch.Tensor], device: torch.device) -> Expression:
+        return self._expression.given(dict(zip(self.leaves, leaves, strict=True)), device)
+
+    def _find_passes(
+        self, leaves: Sequence[torch.Tensor], rows: int, device: torch.device
+    ) -> list[Pass]:
+        given = [leaf.detach() for leaf in leaves]
+        exact = self._given(given, device).blank_scores()
+        bounded = self._given([leaf.cpu() for leaf in given], _CPU).blank_scores()
+        # Where launches count more than elements, parts are larger.
+        leaf = TILE if device.type == "cpu" else 4 * TILE
+        apart = self._expression.rows_apart()
+        found = []
+        for row in range(apart) if apart > 1 else [None]:
+            each = spans(bounded, exact, row, leaf)
+            if each is None:
+                return []
+            found.append(each)
+        first, last = (torch.stack(part) for part in zip(*found, strict=True))
+        if apart == 1:
+            first, last = (x.expand(rows, -1) for x in (first, last))
+        sizes = rows, exact.rows, exact.columns
+        return passes_of(runs_of(first, last), *sizes, device) or []
 
     def _find_bands(self, leaves: Sequence[torch.Tensor]) -> list[Band]:
-        rows = self._rows_apart()
-        expression = self._given([leaf.detach().cpu() for leaf in leaves])
+        rows = self._expression.rows_apart()
+        expression = self._given([leaf.detach().cpu() for leaf in leaves], _CPU)
         return [
             self._band(expression, top, batch)
             for batch in (range(rows) if rows > 1 else [None])
             for top in range(0, expression.rows, TILE)
         ]
-
-    def _rows_apart(self) -> int:
-        """Batch rows of which each has bands of its own: all, if a leaf tells them apart."""
-        rows = self._shape[0]
-        frame = Frame.of(self._shape)
-        apart = any(
-            step.frame.dims[0] is not None
-            and -step.frame.dims[0] <= len(facts(step.node).meta.shape)
-            and facts(step.node).meta.shape[step.frame.dims[0]] == frame.sizes[0]
-            for step in self._expression.root.walk()
-            if step.kind in ("small", "buffer")
-        )
-        return rows if apart else 1
 
     def _band(self, expression: Expression, top: int, batch: int | None) -> Band:
         """The span of columns that may be read in a strip of rows, found tile by tile."""
@@ -172,6 +200,18 @@ class TileMask:
             if bool(covered.all()):
                 return True
         return False
+
+
+def _text(root: Node, product: Node | None) -> str:
+    number = {node: f"%{k}" for k, node in enumerate(root.graph.nodes)}
+    rows = []
+    for node, name in number.items():
+        args, kwargs = map_aggregate((node.args, node.kwargs), lambda v: number.get(v, v))
+        target = getattr(node.target, "func", node.target)
+        called = f"{getattr(target, '__module__', '')}.{short_name(target)}"
+        rows.append(f"{name} = {called}{args}{kwargs or ''}: {facts(node).outs}")
+    what = "mask" if product is None else f"scores of {number[product]}"
+    return f"{what} {number[root]}: {'; '.join(rows)}"
 
 
 def tile_mask(root: Node) -> tuple[TileMask, list[Node]] | None:
@@ -239,7 +279,7 @@ def _runs(mask: TileMask, leaves: list[Node]) -> bool:
         if mask.product is not None:
             meta = facts(mask.product).meta
             part = torch.zeros((*meta.shape[:-2], rect[1], rect[3]), dtype=meta.dtype)
-        mask.values(probe, rect, part)
+        mask.values(probe, rect, _CPU, part)
     except (NotStatic, RuntimeError, IndexError):
         return False
     return True

@@ -287,7 +287,7 @@ _SUM = FactorRule(sum_factors)
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax",
-         "cummin", "glu"),
+         "cummin", "glu", "special_softmax", "special_log_softmax"),
         along(1, -1),
     ),
     "gumbel_softmax": along(4, -1),
@@ -309,11 +309,12 @@ RULES: dict[str, Rule] = {
     "tril": FactorRule(matrix_whole, cheap=True),
     "triu": FactorRule(matrix_whole, cheap=True),
     "sum": _SUM,
+    "nansum": _SUM,
     "mean": FactorRule(sum_factors, localize_mean),
     **dict.fromkeys(
         ("prod", "amax", "amin", "argmax", "argmin", "any", "all", "std", "var", "norm",
          "linalg_norm", "linalg_vector_norm", "logsumexp", "median", "count_nonzero", "std_mean",
-         "var_mean"),
+         "var_mean", "aminmax", "nanmean", "nanmedian", "special_logsumexp"),
         _KEEP,
     ),
     "max": OneOrTwo(_KEEP, _pointwise_on_two()),
@@ -331,7 +332,9 @@ RULES: dict[str, Rule] = {
     "concatenate": FactorRule(cat_factors, cheap=True),
     "stack": FactorRule(stack_factors, cheap=True),
     **dict.fromkeys(
-        ("split", "chunk", "unbind", "tensor_split", "split_with_sizes"), FactorRule(split_factors)
+        ("split", "chunk", "unbind", "tensor_split", "split_with_sizes", "unsafe_split",
+         "unsafe_chunk"),
+        FactorRule(split_factors),
     ),
     "one_hot": FactorRule(one_hot_factors),
     "repeat_interleave": FactorRule(repeat_interleave_factors),

@@ -248,5 +248,6 @@ RULES: dict[str, Rule] = {
     "getitem": GetitemRule(),
     "select": NarrowRule(),
     "narrow": NarrowRule(),
+    "narrow_copy": NarrowRule(),
     "setitem": FactorRule(setitem_factors),
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...capture.targets import OutOfPlace
 from ..rule import FactorRule, Factors, Op
 
 __all__ = ["POINTWISE", "RULES", "is_pointwise"]
@@ -35,8 +36,11 @@ _HARMLESS = {
 }
 
 
-def is_pointwise(ops: tuple[Any, ...]) -> bool:
+def is_pointwise(target: Any, ops: tuple[Any, ...]) -> bool:
     """Whether a call is made of operations that ATen tags as pointwise, and of copies."""
+    if isinstance(target, OutOfPlace):  # after a write to a view, autograd makes it once more
+        writes = [k for k, op in enumerate(ops) if op.overloadpacket.__name__.endswith("_")]
+        ops = ops[: writes[-1] + 1] if writes else ops
     return bool(ops) and all(_is_tagged(op) or op.overloadpacket in _HARMLESS for op in ops)
 
 
@@ -81,7 +85,8 @@ _NAMES = (
     "long type contiguous clone detach zeros_like ones_like full_like empty_like rand_like "
     "randn_like randint_like dropout alpha_dropout bernoulli normal uniform exponential lerp "
     "addcmul addcdiv nan_to_num hardswish log_sigmoid "
-    "floor_divide floordiv rfloordiv mish complex polar"
+    "floor_divide floordiv rfloordiv mish complex polar conj conj_physical "
+    "resolve_conj resolve_neg real imag"
 )
 RULES = {name: POINTWISE for name in _NAMES.split()}
 _LOSSES = (

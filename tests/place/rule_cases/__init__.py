@@ -11,8 +11,17 @@ from .case import Case, b, f, i
 from .losses import LOSSES
 from .pointwise import POINTWISE
 from .products import PRODUCTS
+from .rows import ROWS
 from .views import INDEX, VIEWS
 
 __all__ = ["CASES", "Case", "b", "f", "i"]
 
-CASES: dict[str, list[Case]] = {**POINTWISE, **PRODUCTS, **ALONG, **VIEWS, **INDEX, **LOSSES}
+CASES: dict[str, list[Case]] = {
+    **POINTWISE,
+    **PRODUCTS,
+    **ALONG,
+    **VIEWS,
+    **INDEX,
+    **ROWS,
+    **LOSSES,
+}

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .case import Case, b, drawn, f, i, same, u, written
+from .case import Case, b, c, drawn, f, i, same, u, written
 
 
 def _loss(name: str, first: Tensor, second: Tensor, *more: Tensor) -> list[Case]:
@@ -90,6 +90,12 @@ POINTWISE: dict[str, list[Case]] = {
         *same(torch.complex, f(4, 8), f(4, 8)),
         Case(torch.complex, (f(4, 8), f(8)), "xx,x"),
     ],
+    "conj": [*same(torch.conj, c(4, 8)), *same(torch.Tensor.conj, c(4, 8))],
+    "conj_physical": same(torch.conj_physical, c(4, 8)),
+    "resolve_conj": same(lambda x: x.conj().resolve_conj(), c(4, 8)),
+    "resolve_neg": same(lambda x: x.conj().imag.resolve_neg(), c(4, 8)),
+    "real": [*same(lambda x: x.real, c(4, 8)), *same(torch.real, c(4, 8))],
+    "imag": same(lambda x: x.imag, c(4, 8)),
     "polar": same(torch.polar, u(4, 8), f(4, 8)),
     "mse_loss": _loss("mse_loss", f(4, 8), f(4, 8)),
     "l1_loss": _loss("l1_loss", f(4, 8), f(4, 8)),

@@ -120,6 +120,7 @@ INDEX: dict[str, list[Case]] = {
         Case(lambda x: torch.narrow(x, dim=-1, start=1, length=2), ONE, "xxx"),
         Case(lambda x: x.narrow(1, -3, 2), ONE, "xxx"),
     ],
+    "narrow_copy": [Case(lambda x: x.narrow_copy(1, 2, 5), ONE, "xxx")],
     "setitem": [
         Case(written(lambda x: stored(x, (slice(None), 2), 0.0)), ONE, "x.x"),
         Case(written(lambda x: stored(x, (..., slice(1, 3)), 1.0)), ONE, "xx."),
