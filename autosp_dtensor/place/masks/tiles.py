@@ -99,6 +99,13 @@ class TileMask:
             self._known = known = _Known(held, made, self._find_bands(leaves))
         return known.bands
 
+    def fullest(self) -> Band:
+        """The most that a band can be, for tensors without data: a strip that may read all keys but
+        some. What a strip takes is free before the next, so this one stands for all."""
+        expression = self._expression
+        batch = 0 if self._rows_apart() > 1 else None
+        return Band(batch, (0, min(TILE, expression.rows)), (0, expression.columns), True)
+
     def _given(self, leaves: Sequence[torch.Tensor]) -> Expression:
         return self._expression.given(dict(zip(self.leaves, leaves, strict=True)))
 
