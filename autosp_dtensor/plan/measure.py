@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .._torch import (
     NEEDS_DATA,
+    FakeTensor,
     FakeTensorMode,
     TorchFunctionMode,
     backward_under_modes,
@@ -152,6 +153,31 @@ class _KernelDropout(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _EqualChunks(TorchFunctionMode):
+    """FSDP2 cuts each parameter for all ranks and takes one part: without data, equal ones are one.
+    Else a thousand ranks would make a thousand tensors of each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none: dict[torch.dtype, torch.Tensor] = {}  # parts of ranks that get nothing
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not args or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.new_empty and args[1:] == (0,):
+            if args[0].dtype not in self.none:
+                self.none[args[0].dtype] = func(*args)
+            return self.none[args[0].dtype]
+        if func is not torch.chunk:
+            return func(*args, **(kwargs or {}))
+        tensor, count, dim = (*args, *(kwargs or {}).values())  # as FSDP2 gives them
+        size = tensor.shape[dim]
+        each = max(1, -(-size // count))
+        last = max(0, size - 1) // each * each
+        first, rest = tensor.narrow(dim, 0, min(each, size)), tensor.narrow(dim, last, size - last)
+        return (*(first for _ in range(last // each)), rest)
+
+
 def measure(setting: Setting, length: int, *, fake: bool = True, history: bool = False) -> Step:
     """Run a step inside a `fake_group` and watch its memory.
 
@@ -178,9 +204,10 @@ def _measured(setting: Setting, length: int, fake: bool, history: bool) -> Step:
         inputs = scheme(model, mesh, ids)
     policy = MixedPrecisionPolicy(param_dtype=setting.dtype, reduce_dtype=torch.float32)
     with mode:
-        for path in sorted(block_paths(model)):
-            fully_shard(model.get_submodule(path), mesh=around, mp_policy=policy)
-        fully_shard(model, mesh=around, mp_policy=policy)
+        with _EqualChunks():
+            for path in sorted(block_paths(model)):
+                fully_shard(model.get_submodule(path), mesh=around, mp_policy=policy)
+            fully_shard(model, mesh=around, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         model(**inputs)  # traces
         for module in model.modules():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,22 @@ def test_many_ranks_are_planned_here(ranks: int) -> None:
     sizes = {**TINY, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 256}
     found = autosp.plan(sizes, (ranks // 64, 64), seq=64 * 128, checkpoint="full")
     assert found.fits and found.gpus == ranks
+
+
+def test_a_thousand_ranks_take_no_longer_to_plan_than_eight() -> None:
+    """Per rank there is little work: neither FSDP2's chunks nor placing goes through all ranks."""
+    sizes = {
+        **TINY, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 2048,
+        "num_hidden_layers": 4,
+    }  # fmt: skip
+    seconds = {}
+    for dp, sp in ((1, 8), (1, 8), (128, 8), (1, 1024)):  # the first also imports
+        with fake_group(dp * sp):
+            start = time.process_time()
+            measure(Setting(model_maker(sizes)[1], dp, sp, "full"), 1 << 16)
+            seconds[dp, sp] = time.process_time() - start
+    assert seconds[128, 8] < 1.5 * seconds[1, 8]
+    assert seconds[1, 1024] < 2 * seconds[1, 8]
 
 
 def test_picture_of_a_plan(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ class Expression:
             raise NotStatic(node.name)
         self.rows, self.columns = shape[-2:]
         self._small: dict[Node, Any] = {}
+        self.lines: dict[Step, Any] = {}  # what `line_of` has found
         self._steps: dict[tuple[Node, Frame], Step] = {}
         self._after_product: dict[Node, bool] = {}
         self.root = self._step(node, Frame.of(shape))
@@ -102,6 +103,7 @@ class Expression:
         """The same with values of small nodes that depend on data."""
         other = copy.copy(self)
         other._small = dict(values)
+        other.lines = {}
         for value in values.values():
             other.device = value.device
         return other
