@@ -98,10 +98,14 @@ def module_hook_dicts() -> tuple[str, ...]:
 
 
 def is_fsdp_hook(hook: Any) -> bool:
-    """Whether FSDP2 has put it there, on a module or a tensor."""
-    inner = getattr(hook, "__wrapped__", hook)
-    owner = getattr(inner, "__self__", None) or getattr(hook, "__self__", None)
-    return type(owner).__module__.startswith("torch.distributed.fsdp")
+    """Whether FSDP2 has put it there, on a module or a tensor. (Those of several modules that are
+    one unit are functions around its methods.)
+    """
+    while hook is not None:
+        if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp"):
+            return True
+        hook = getattr(hook, "__wrapped__", None)
+    return False
 
 
 def user_hooks(module: nn.Module, store: str) -> list[tuple[Any, bool]]:

@@ -1,5 +1,6 @@
 """What backward keeps of a region, and what it computes again, by the length of the sequence."""
 
+from .absorb import absorb
 from .choose import MODES, Checkpoint, Choice, Policy, needed, policy_of, whole_bytes
 from .cost import DEVICES, Device, flops_of, seconds_of
 from .defer import Deferred, Later, open_inputs
@@ -25,6 +26,7 @@ __all__ = [
     "Recompute",
     "Record",
     "Tile",
+    "absorb",
     "backward_peak",
     "flops_of",
     "moving_inputs",

@@ -6,14 +6,17 @@ its logits, too, exist for one tile alone.
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from ..graph import Origin, facts, result_nodes, set_facts
-from ..lower import Collective, Region
+from ..graph import Meta, Origin, facts, result_nodes, set_facts
+from ..lower import Call, Collective, Region
+from ..placement import Replicate
 from .chains import (
     WIDER,
     is_token_wise,
@@ -29,12 +32,14 @@ from .tile import LEAST_BYTES, Tile, cut_of, make_tile, tile_count
 __all__ = ["Deferred", "Later", "defer_results", "open_inputs"]
 
 
-@dataclass(eq=False)
 class Later:
-    """A result that is not made yet: what makes it, and from which local values."""
+    """A result that is not made yet: what makes it, and from which local values.
 
-    deferred: Deferred
-    tensors: tuple[torch.Tensor, ...]
+    Not a dataclass: FSDP2 looks for tensors in those that pass it.
+    """
+
+    def __init__(self, deferred: Deferred, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.deferred, self.tensors = deferred, tensors
 
 
 @dataclass(eq=False)
@@ -67,28 +72,66 @@ def defer_results(root: Region, results: int, height: int | None, *, grad: bool)
     Returns:
         how many there are.
     """
-    graph = root.graph
-    output = next(n for n in graph.nodes if n.op == "output")
-    made = 0
-    for result in dict.fromkeys(result_nodes(output)[:results]):
-        factor, source = _source(result)
-        nodes = _wide_producers(graph, source, LEAST_BYTES if height is None else 1)
-        if not nodes or (not grad and not _is_used(source, result, output)):
-            continue
-        count = tile_count(nodes, height)
-        tile, inputs = make_tile(nodes, (source,), count)
-        origins = tuple(facts(n).origin for n in inputs)
-        made_of = Deferred(tile, _copied(nodes, inputs, source), factor, origins)
-        with graph.inserting_before(output):
-            later = graph.call_function(made_of, inputs)
-        changes = {"rule": None, "option": None, "bytes": 0, "aten": ()}
-        set_facts(later, facts(source).having(**changes))
-        result.replace_all_uses_with(later, delete_user_cb=lambda user: user is output)
-        for node in dict.fromkeys((result, *reversed(nodes))):
-            if not node.users and node.op == "call_function" and node is not later:
-                graph.erase_node(node)
-        made += 1
-    return made
+    calls = Counter(region for _, region in root.walk())
+    alone = {region for region, count in calls.items() if count == 1}
+    output = _output(root)
+    wanted = dict.fromkeys(result_nodes(output)[:results])
+    return sum(_defer(root, result, alone, height, grad=grad) for result in wanted)
+
+
+def _defer(
+    region: Region, result: Node, alone: set[Region], height: int | None, *, grad: bool
+) -> bool:
+    """Defer a result of a region, or of a region that is called there."""
+    graph, output = region.graph, _output(region)
+    if result.target is operator.getitem:
+        called = result.all_input_nodes[0].target
+        if isinstance(called, Call):
+            inner = result_nodes(_output(called.region))[_place(result)]
+            own = called.region in alone and all(user is output for user in result.users)
+            if not own or not _defer(called.region, inner, alone, height, grad=grad):
+                return False
+            _forget(result)
+            return True
+    factor, source = _source(result)
+    nodes = _wide_producers(graph, source, LEAST_BYTES if height is None else 1)
+    if not nodes or (not grad and not _is_used(source, result, output)):
+        return False
+    count = tile_count(nodes, height)
+    tile, inputs = make_tile(nodes, (source,), count)
+    origins = tuple(facts(n).origin for n in inputs)
+    made_of = Deferred(tile, _copied(nodes, inputs, source), factor, origins)
+    with graph.inserting_before(output):
+        later = graph.call_function(made_of, inputs)
+    changes = {"rule": None, "option": None, "bytes": 0, "aten": ()}
+    set_facts(later, facts(source).having(**changes))
+    result.replace_all_uses_with(later, delete_user_cb=lambda user: user is output)
+    for node in dict.fromkeys((result, *reversed(nodes))):
+        if not node.users and node.op == "call_function" and node is not later:
+            graph.erase_node(node)
+    return True
+
+
+def _output(region: Region) -> Node:
+    return next(n for n in region.graph.nodes if n.op == "output")
+
+
+def _place(part: Node) -> int:
+    """Of a getitem: which one it takes."""
+    index = part.args[1]
+    assert isinstance(index, int)
+    return index
+
+
+def _forget(result: Node) -> None:
+    """A call's result, and the call, no longer say that there is something wide."""
+    call, index = result.all_input_nodes[0], _place(result)
+    known = facts(call)
+    nothing = Meta((0,), known.outs[index].dtype, known.outs[index].device)
+    outs, placements = list(known.outs), list(known.placements)
+    outs[index], placements[index] = nothing, Replicate()
+    set_facts(call, known.having(outs=tuple(outs), placements=tuple(placements)))
+    set_facts(result, facts(result).having(outs=(nothing,), placements=(Replicate(),)))
 
 
 def _copied(nodes: tuple[Node, ...], inputs: tuple[Node, ...], result: Node) -> Graph:

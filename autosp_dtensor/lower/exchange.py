@@ -7,7 +7,8 @@ exchange back, that of `start` waits for it.
 On the wire a tensor's dims stand in an order that all ranks agree on, whatever their strides are:
 as in the tensor, but tokens before the dim that changes places with them. Models mostly hold values
 so ([B, S, H, D], seen as [B, H, S, D]); packing then copies long runs, or nothing where what goes
-to a rank is one piece of memory already.
+to a rank is one piece of memory already. Where tokens come first of all (one row), those of several
+tensors lie side by side, token by token: what comes in is then cut, not copied.
 """
 
 from __future__ import annotations
@@ -144,10 +145,17 @@ class _Piece:
         """The result with its dims in the tensor's own order."""
         return out.permute([self.wire.index(d) for d in range(len(self.wire))])
 
-    def lies_ready(self) -> bool:
-        """Whether the parts that come in, one after the other, are the result as it is to lie."""
-        in_wire_order = self._order == list(range(len(self._order)))
-        return in_wire_order and math.prod(self._shape[: self.have_dim]) == 1
+    @property
+    def joins_first(self) -> bool:
+        """Whether the parts that come in, one after the other, are the result; the same on all
+        ranks.
+        """
+        return math.prod(self._shape[: self.have_dim]) == 1
+
+    @property
+    def in_wire_order(self) -> bool:
+        """Whether the result is to lie in memory as it does on the wire."""
+        return self._order == list(range(len(self._order)))
 
     def sizes(self, have: int, want: int) -> list[int]:
         """The result's."""
@@ -175,6 +183,20 @@ class _Piece:
         shape = self.sizes(have, want)
         out = buffer.new_empty([shape[d] for d in self._order])
         return out.permute([self._order.index(d) for d in range(len(shape))])
+
+    def cut_from(self, parts: torch.Tensor) -> torch.Tensor:
+        """The result where it came in: parts of all ranks, [n, ...], that join without a copy."""
+        sizes = parts.shape[0] * self.source.sizes[0], self.target.sizes[0]
+        return self.as_given(parts.movedim(0, self.have_dim).view(self.sizes(*sizes)))
+
+    def copied_from(self, parts: torch.Tensor) -> torch.Tensor:
+        """The result of the parts from all ranks, [n, ...]."""
+        n = parts.shape[0]
+        sizes = n * self.source.sizes[0], self.target.sizes[0]
+        out = self.empty(parts, *sizes)
+        places = self.exposed(out, *sizes).unflatten(self.have_dim, (n, -1))
+        places.movedim(self.have_dim, 0).copy_(parts)
+        return self.as_given(out)
 
     def exposed(self, out: torch.Tensor, have: int, want: int) -> torch.Tensor:
         """The result seen with the dims that pieces have."""
@@ -232,16 +254,19 @@ def _send_even(group: Any, pieces: Sequence[_Piece]) -> _Flight:
     """Equal parts: at most one copy to pack and one to unpack for each tensor."""
     n = len(pieces[0].source.sizes)
     shapes = [p.shape(p.source.sizes[0], p.target.sizes[0]) for p in pieces]
-    counts = [math.prod(shape) for shape in shapes]
     cuts = [
         p.view.unflatten(p.want_dim, (n, p.target.sizes[0])).movedim(p.want_dim, 0) for p in pieces
     ]
+    side_by_side = _side_by_side(pieces, shapes)
+    parts_of = side_by_side or _one_after_other(shapes)
+    in_place = side_by_side is not None or len(pieces) == 1
     if len(cuts) == 1 and cuts[0].is_contiguous():
-        sent = cuts[0].view(n, -1) if counts[0] else cuts[0].new_empty((n, 0))
+        sent = cuts[0]
     else:
-        sent = cuts[0].new_empty((n, sum(counts)))
-        for part, cut, shape in zip(sent.split(counts, 1), cuts, shapes, strict=True):
-            part.unflatten(1, shape).copy_(cut)
+        sent = cuts[0].new_empty(n * sum(map(math.prod, shapes)))
+        for part, cut in zip(parts_of(sent, n), cuts, strict=True):
+            part.copy_(cut)
+    sent = sent.view(-1)
     del cuts
     for piece in pieces:
         piece.forget()
@@ -249,19 +274,50 @@ def _send_even(group: Any, pieces: Sequence[_Piece]) -> _Flight:
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)
 
     def unpack() -> Tensors:
-        outs, parts = [], received.split(counts, 1)
-        for piece, part, shape in zip(pieces, parts, shapes, strict=True):
-            sizes = n * piece.source.sizes[0], piece.target.sizes[0]
-            if len(pieces) == 1 and piece.lies_ready():
-                out = received.view(piece.sizes(*sizes))
-            else:
-                out = piece.empty(received, *sizes)
-                places = piece.exposed(out, *sizes).unflatten(piece.have_dim, (n, -1))
-                places.movedim(piece.have_dim, 0).copy_(part.unflatten(1, shape))
-            outs.append(piece.as_given(out))
-        return tuple(outs)
+        parts = parts_of(received, n)
+        return tuple(
+            piece.cut_from(part)
+            if in_place and piece.joins_first and piece.in_wire_order
+            else piece.copied_from(part)
+            for piece, part in zip(pieces, parts, strict=True)
+        )
 
-    return _Flight(work, sent, received.view(-1), unpack)
+    return _Flight(work, sent, received, unpack)
+
+
+Parts = Callable[[torch.Tensor, int], list[torch.Tensor]]
+
+
+def _one_after_other(shapes: Sequence[Sequence[int]]) -> Parts:
+    """What goes to a rank, or comes from one: one tensor's part after another's."""
+    counts = [math.prod(shape) for shape in shapes]
+
+    def parts(buffer: torch.Tensor, n: int) -> list[torch.Tensor]:
+        cut = buffer.view(n, sum(counts)).split(counts, 1)
+        return [part.unflatten(1, shape) for part, shape in zip(cut, shapes, strict=True)]
+
+    return parts
+
+
+def _side_by_side(pieces: Sequence[_Piece], shapes: Sequence[Sequence[int]]) -> Parts | None:
+    """The same, each token's of all tensors after another's: what comes in is then the results,
+    seen in steps. Shapes alone decide, so ranks agree.
+    """
+    have, dim = pieces[0].have_dim, pieces[0].want_dim
+    others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    if len(pieces) < 2 or len(others) > 1:
+        return None
+    if not all(p.joins_first and p.target.outer == 1 for p in pieces):
+        return None
+    if any((p.have_dim, p.want_dim) != (have, dim) for p in pieces):
+        return None
+    widths = [shape[dim] for shape in shapes]
+    shape = [*shapes[0][:dim], sum(widths), *shapes[0][dim + 1 :]]
+
+    def parts(buffer: torch.Tensor, n: int) -> list[torch.Tensor]:
+        return [*buffer.view(n, *shape).split(widths, dim + 1)]
+
+    return parts
 
 
 def _send_uneven(group: Any, rank: int, pieces: Sequence[_Piece]) -> _Flight:

@@ -7,7 +7,7 @@ around it calls it like any function. A block that is repeated is one region wit
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,14 +63,19 @@ class Call:
         raise AssertionError("a region is bound to a rank and a module before it runs")
 
 
-def cut_regions(graph: Graph, paths: set[str]) -> Region:
-    """Outline the calls of the modules at `paths` (nested ones too) from a lowered graph."""
-    return _Cutter(paths).region(graph, "")
+def cut_regions(
+    graph: Graph, paths: set[str], moved: Mapping[Node, tuple[Scope, ...]] | None = None
+) -> Region:
+    """Outline the calls of the modules at `paths` (nested ones too) from a lowered graph.
+
+    moved: operations that run in other calls than they stand in.
+    """
+    return _Cutter(paths, moved or {}).region(graph, "")
 
 
 class _Cutter:
-    def __init__(self, paths: set[str]) -> None:
-        self.paths = paths
+    def __init__(self, paths: set[str], moved: Mapping[Node, tuple[Scope, ...]]) -> None:
+        self.paths, self.moved = paths, moved
         self.blocks: dict[LoweredBlock, Region] = {}
 
     def region(self, graph: Graph, inside: str) -> Region:
@@ -86,7 +91,7 @@ class _Cutter:
         """The regions that a node stands in, from the outside in."""
         return [
             scope
-            for scope in facts(node).scope
+            for scope in self.moved.get(node, facts(node).scope)
             if scope.path in self.paths and (not inside or scope.path.startswith(f"{inside}."))
         ]
 

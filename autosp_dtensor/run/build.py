@@ -13,7 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Call, Captured, capture
-from ..checkpoint import Checkpoint, Device, Host, Policy, open_inputs, tile_free, tile_run_again
+from ..checkpoint import (
+    Checkpoint,
+    Device,
+    Host,
+    Policy,
+    absorb,
+    open_inputs,
+    tile_free,
+    tile_run_again,
+)
 from ..errors import MeshError, PlacementError
 from ..lower import cut_regions, lower
 from ..place import place
@@ -66,7 +75,8 @@ def build(call: Call, mesh: DeviceMesh, options: Options, host: Host | None = No
     )
     made_here = openable(call) if options.tile != "none" else {}
     flat = lower(placed, mesh.size(), captured.fake_mode, whole_border=bool(made_here))
-    root = cut_regions(flat, regions)
+    moved = absorb(flat, regions, checkpointed, options.tile)
+    root = cut_regions(flat, regions, moved)
     grad = torch.is_grad_enabled()
     open_inputs(root, made_here)
     tile_free(root, len(captured.template.tensors), options.tile, grad=grad)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch import fsdp_begin_backward, fsdp_parameters
+from .._torch import fsdp_begin_backward, fsdp_parameters, fsdp_policy
 from ..autocast import autocast_state, under
 from ..capture import Call
 from ..checkpoint import Deferred, Later
@@ -82,11 +82,16 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """What a result is made of, and how. key: the same for results of one program."""
+    """What a result is made of, and how. key: the same for results of one program.
+
+    around: FSDP2's modules that give it, from the outside in. FSDP2 waits at what they give for
+    backward to come by, to gather parameters and, at the end, to reduce gradients.
+    """
 
     later: Later
     held: list[Held]
     name: str
+    around: list[nn.Module]
 
     @property
     def key(self) -> Deferred:
@@ -116,32 +121,43 @@ def lazy_dtensor(
         Held.of(t, origin, live)
         for t, origin in zip(later.tensors, later.deferred.origins, strict=True)
     ]
-    return _Made.apply(later, mesh, meta, placement, name, held, *later.tensors)
+    recipe = Recipe(later, held, name, _around(later.deferred.origins, live))
+    return _Made.apply(recipe, mesh, meta, placement, *later.tensors)
+
+
+def _around(origins: tuple[Origin | None, ...], live: nn.Module | None) -> list[nn.Module]:
+    if live is None:
+        return []
+    paths = [""]
+    for origin in origins:
+        if origin is not None and origin.kind == "param" and origin.module:
+            parts = origin.module.split(".")
+            paths += [".".join(parts[: k + 1]) for k in range(len(parts))]
+    modules = [live.get_submodule(path) for path in dict.fromkeys(paths)]
+    return [module for module in modules if fsdp_policy(module) is not None]
 
 
 class _Made(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        later: Later,
+        recipe: Recipe,
         mesh: DeviceMesh,
         meta: Meta,
         placement: Shard,
-        name: str,
-        held: list[Held],
         *tensors: torch.Tensor,
     ) -> DTensor:
         rank = mesh.get_local_rank()
-        call = later.deferred.tile.bind(rank)
-        ctx.call, ctx.factor = call, later.deferred.factor
+        call = recipe.key.tile.bind(rank)
+        ctx.call, ctx.factor, ctx.around = call, recipe.key.factor, recipe.around
         ctx.autocast = autocast_state(tensors[0].device.type)
         ctx.save_for_backward(*tensors)
         shape = list(meta.shape)
         shape[placement.dim] = placement.local(rank)
         stand_in = torch.empty((), dtype=meta.dtype, device=meta.device).expand(shape)
-        make = _maker(call, held, ctx.autocast, name, describe(meta, placement))
+        make = _maker(call, recipe, ctx.autocast, describe(meta, placement))
         shown = as_dtensor(stand_in, mesh, meta, placement)
-        lazy = LazyDTensor.like(shown, make, Recipe(later, held, name))
+        lazy = LazyDTensor.like(shown, make, recipe)
         ctx.placements = lazy.placements
         if not meta.requires_grad:
             ctx.mark_non_differentiable(lazy)
@@ -150,22 +166,21 @@ class _Made(torch.autograd.Function):
     @staticmethod
     @first_gradient_alone("results made by tiles", 'parallelize(..., tile="none")')
     def backward(ctx: Any, grad: Any):
+        _begin(ctx.around)
         if isinstance(grad, DTensor):
             grad = grad.redistribute(placements=ctx.placements).to_local()
         with under(ctx.autocast):
             _, grads = ctx.call.run_with_gradients(
-                ctx.saved_tensors, ctx.needs_input_grad[6:], (grad * ctx.factor,)
+                ctx.saved_tensors, ctx.needs_input_grad[4:], (grad * ctx.factor,)
             )
         given = zip(grads, ctx.saved_tensors, strict=True)
-        return *[None] * 6, *(g if g is None else g.to(t.dtype) for g, t in given)
+        return *[None] * 4, *(g if g is None else g.to(t.dtype) for g, t in given)
 
 
-def _maker(
-    call: Any, held: list[Held], autocast: Any, name: str, shown: str
-) -> Callable[[], torch.Tensor]:
+def _maker(call: Any, recipe: Recipe, autocast: Any, shown: str) -> Callable[[], torch.Tensor]:
     def make() -> torch.Tensor:
-        with gathered(held, name, shown), under(autocast):
-            return call.run([each.tensor for each in held])[0]
+        with gathered(recipe.held, recipe.name, shown), under(autocast):
+            return call.run([each.tensor for each in recipe.held])[0]
 
     return make
 
@@ -225,29 +240,30 @@ def opened(lazy: list[LazyDTensor]) -> Iterator[list[torch.Tensor]]:
         yield [t for each in lazy for t in each.recipe.later.tensors]
 
 
-def begins_backward(lazy: list[LazyDTensor], results: list[Any]) -> list[Any]:
-    """Results of such a program. Backward passes by the modules' own results, at which FSDP2 waits
-    to gather parameters and, at the end, to reduce gradients: it is told.
-    """
-    owners = list(
-        dict.fromkeys(h.owner for each in lazy for h in each.recipe.held if h.owner is not None)
-    )
+def begins_backward(around: list[nn.Module], results: list[Any]) -> list[Any]:
+    """Results at which backward begins for these modules of FSDP2, which will not see it."""
     asked = [k for k, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
-    if not owners or not asked:
+    if not around or not asked:
         return results
-    begun = dict(zip(asked, _Begin.apply(owners, *(results[k] for k in asked)), strict=True))
+    begun = dict(zip(asked, _Begin.apply(around, *(results[k] for k in asked)), strict=True))
     return [begun.get(k, result) for k, result in enumerate(results)]
+
+
+def _begin(around: list[nn.Module]) -> None:
+    for module in around:
+        fsdp_begin_backward(module)
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, owners: list[Any], *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.owners = owners
+    def forward(
+        ctx: Any, around: list[nn.Module], *results: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.around = around
         ctx.set_materialize_grads(False)
         return tuple(result.detach() for result in results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any):
-        for owner in ctx.owners:
-            fsdp_begin_backward(owner)
+        _begin(ctx.around)
         return None, *grads

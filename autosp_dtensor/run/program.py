@@ -131,7 +131,9 @@ class Program:
         given = [to_local(t) for k, t in enumerate(tensors) if k not in self.opened]
         lazy: list[Any] = [tensors[k] for k in sorted(self.opened)]
         with opened(lazy) as made_of:
-            values = begins_backward(lazy, list(self._run(seed, *given, *made_of)))
+            values = list(self._run(seed, *given, *made_of))
+            around = dict.fromkeys(m for each in lazy for m in each.recipe.around)
+            values = begins_backward(list(around), values)
         for index, (meta, placement) in enumerate(self._results):
             value = values[index]
             if isinstance(value, Later):
@@ -312,25 +314,52 @@ def _through_module(
     values.
     """
 
+    policy = fsdp_policy(module)
+    takes = policy.param_dtype if policy.cast_forward_inputs else None
+
+    def forward(seed: int, *values: Any) -> Any:
+        results = list(run(seed, *(v.value if isinstance(v, _Passed) else v for v in values)))
+        cast = [k for k, each in enumerate(results) if _is_cast(each, policy.output_dtype)]
+        begun = begins_backward([module], [results[k] for k in cast])
+        for k, each in zip(cast, begun, strict=True):
+            results[k] = _Passed(each)
+        return tuple(results)
+
     def call(seed: int, *inputs: Any) -> tuple[Any, ...]:
         own = module.__dict__
         changed = {
-            "forward": lambda *values: run(seed, *values),
+            "forward": lambda *values: forward(seed, *values),
             "_compiled_call_impl": None,  # module.compile() must not compile the region's call
             **fsdp_hooks_alone(module),
         }
         previous = {name: own.get(name, _MISSING) for name in changed}
         own.update(changed)
         try:
-            return module(*inputs)
+            results = module(*(_Passed(v) if _is_cast(v, takes) else v for v in inputs))
         finally:
             for name, value in previous.items():
                 if value is _MISSING:
                     del own[name]
                 else:
                     own[name] = value
+        return tuple(r.value if isinstance(r, _Passed) else r for r in results)
 
     return call
+
+
+class _Passed:
+    """A value that FSDP2 is not to see: it would cast it, which the program does where it is due,
+    and not to what a module takes or gives past its arguments.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _is_cast(value: Any, dtype: torch.dtype | None) -> bool:
+    if dtype is None or not isinstance(value, torch.Tensor):
+        return False
+    return value.is_floating_point() and value.dtype != dtype
 
 
 def _checkpointed(run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

@@ -118,7 +118,48 @@ def test_one_value_of_one_row_is_copied_once(counted: Callable[..., list[int]], 
 def test_no_value_is_copied_more_than_twice(counted: Callable[..., list[int]]) -> None:
     move = Shard(2, (4, 4)), Shard(1, (3, 3))
     assert counted(move, 2, torch.randn(2, 6, 8, 5)) == [2, 2]
-    assert counted(move, 2, *(torch.randn(1, 6, 8, 5) for _ in "qkv")) == [6, 6]
+    assert counted(move, 2, *(torch.randn(2, 6, 8, 5) for _ in "qkv")) == [6, 6]
+
+
+def test_values_of_one_row_for_one_operation_come_in_ready(
+    counted: Callable[..., list[int]],
+) -> None:
+    """q, k and v lie side by side on the wire; not where their head sizes differ."""
+    q = torch.randn(1, 6, 8, 5)
+    to_heads = Shard(2, (4, 4)), Shard(1, (3, 3))
+    assert counted(to_heads, 2, q, q + 1, q + 2) == [3, 3]
+    assert counted(to_heads[::-1], 2, q, q + 1, q + 2) == [6, 6]
+    assert counted(to_heads, 2, q, torch.randn(1, 6, 8, 7)) == [4, 4]
+
+
+@pytest.mark.parametrize("to_heads", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_several_values_in_one_exchange(n: int, to_heads: bool) -> None:
+    """Values and gradients, bit for bit: other numbers of heads, other head sizes, any strides."""
+    for heads, sizes, batch in itertools.product(
+        [(6, 6, 6), (12, 6, 6)], [(5, 5, 5), (5, 5, 3)], [1, 2]
+    ):
+        wholes = [
+            torch.randn(batch, h, 12, d, generator=torch.Generator().manual_seed(h + d))
+            for h, d in zip(heads, sizes, strict=True)
+        ]
+        pairs = [(Shard(2, (12 // n,) * n), Shard(1, (h // n,) * n)) for h in heads]
+        moves = tuple(pair if to_heads else pair[::-1] for pair in pairs)
+        parts = [cut(x, move[0], n) for x, move in zip(wholes, moves, strict=True)]
+        wanted = [cut(x, move[1], n) for x, move in zip(wholes, moves, strict=True)]
+
+        def body(group: Any, rank: int, parts=parts, moves=moves) -> Any:
+            order = (0, 2, 1, 3) if rank % 2 else (0, 1, 2, 3)
+            mine = [laid(p[rank], order).requires_grad_() for p in parts]
+            outs = exchange.all_to_all(group, rank, moves, *mine, tokens=(2, 2, 2))
+            outs = [out * k for k, out in enumerate(outs, 1)]
+            grads = torch.autograd.grad(outs, mine, [out.detach() for out in outs])
+            return [out.detach() for out in outs], grads
+
+        for rank, (outs, grads) in enumerate(on_ranks(n, body)[0]):
+            for k, want in enumerate(wanted):
+                assert torch.equal(outs[k], want[rank] * (k + 1))
+                assert torch.equal(grads[k], parts[k][rank] * (k + 1) * (k + 1))
 
 
 @pytest.mark.parametrize("heads_first", [True, False])
