@@ -73,7 +73,7 @@ def both(setting: Setting, length: int) -> tuple[int, int]:
         return measure(setting, length).peak, measure(setting, length, fake=False).peak
 
 
-@pytest.mark.parametrize(("dp", "sp"), [(1, 4), (2, 2), (1, 3)])
+@pytest.mark.parametrize(("dp", "sp"), [(1, 4), (2, 2), (1, 3), (3, 1)])
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
 @pytest.mark.parametrize("sizes", [GEMMA, GPT], ids=["soft cap and window", "dropout everywhere"])
 def test_values_are_not_needed(sizes: dict[str, Any], checkpoint: str, dp: int, sp: int) -> None:
