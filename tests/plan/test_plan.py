@@ -205,6 +205,24 @@ def test_presets_are_planned(name: str) -> None:
     assert found.fits and found.step.kinds["optimizer"] > 0
 
 
+def test_depth_is_known_by_whatever_name_a_config_has_for_it() -> None:
+    sizes = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 20, "vocab_size": 64}
+    make, layers = shallow_maker(sizes)
+    assert make is not None and layers == 20
+    assert len(make(3)().transformer.h) == 3  # type: ignore[union-attr,arg-type]
+    assert shallow_maker({**sizes, "layer_types": []})[0] is None
+
+
+def test_auto_is_searched_by_what_it_keeps_at_the_border(group: None) -> None:
+    """Below, it fills the memory that there is: its peaks say nothing of how far it goes."""
+    capacity = measure(setting(checkpoint="full"), 8192).peak
+    steps: list[Step] = []
+    auto = setting(checkpoint="auto", budget=capacity)
+    found = find(auto, capacity, lambda step, _: steps.append(step))
+    assert found.peak <= capacity and found.length >= 8192 * 0.98
+    assert len(steps) <= 7
+
+
 def test_config_files_are_read_as_data(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({**TINY, "auto_map": {"AutoModelForCausalLM": "evil.Model"}})
