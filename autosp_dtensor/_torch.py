@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
+    "NEEDS_DATA",
     "NON_REENTRANT",
     "CheckpointFunction",
     "DataDependentOutputException",
@@ -46,6 +47,7 @@ __all__ = [
     "TorchFunctionMode",
     "UnsupportedOperatorException",
     "all_gather_single",
+    "backward_under_modes",
     "compiled_from",
     "fake_store",
     "flatten_mesh",
@@ -71,6 +73,13 @@ __all__ = [
     "unset_fake_temporarily",
     "user_hooks",
 ]
+
+# What an operation on tensors without data raises that cannot do without.
+NEEDS_DATA = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 _HOOK_DICTS = (
     "_forward_hooks",
@@ -311,6 +320,13 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 NON_REENTRANT = next(
     name for name in (f"{_GENERATOR}_impl", _GENERATOR) if hasattr(checkpoint, name)
 )
+
+
+def backward_under_modes(loss: torch.Tensor) -> None:
+    """`loss.backward()`, in which a TorchFunctionMode goes on; the public call leaves it."""
+    run: Any = torch.autograd.graph._engine_run_backward
+    ones = (torch.ones_like(loss),)
+    run((loss,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def fake_store() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["call_site", "user_line"]
+__all__ = ["call_site", "line_of", "user_line"]
 
 _HIDDEN = (
     "/torch/",
@@ -20,6 +20,18 @@ _HIDDEN = (
 def user_line() -> str:
     """`my_model.py:88`: the innermost line outside torch and this package, or ""."""
     return _user_frame()[0]
+
+
+def line_of(error: BaseException) -> str:
+    """`my_model.py:88`: the innermost line outside torch and this package that an error came
+    through; else the innermost of all."""
+    lines, trace = [], error.__traceback__
+    while trace is not None:
+        lines.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    own = [each for each in lines if not any(part in each[0] for part in _HIDDEN)]
+    file, number = (own or lines)[-1]
+    return f"{file.rsplit('/', 1)[-1]}:{number}"
 
 
 def call_site(name: str = "") -> str:

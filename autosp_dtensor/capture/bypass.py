@@ -51,6 +51,34 @@ def _as_hinted(recorder: Recorder, function: Any, bound: inspect.BoundArguments)
     return bound.arguments.get("is_causal") is True
 
 
+# What is put into torch's modules for a trace: a module first imported during it keeps these for
+# good, so they hold no recorder, and are torch's own without one.
+_GRAD = torch.autograd.grad
+_CHECKPOINTED = getattr(torch.utils.checkpoint, NON_REENTRANT)
+
+
+def _refused_grad(*args: Any, **kwargs: Any) -> Any:
+    recorder = active_recorder()
+    if recorder is None:
+        return _GRAD(*args, **kwargs)
+    raise CaptureError(
+        "forward calls torch.autograd.grad().",
+        where=recorder.where(),
+        have=given(args, kwargs),
+        why="a gradient inside forward is not part of a traced program",
+        fix="move it out of forward",
+    )
+
+
+def _recorded_non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
+    recorder = active_recorder()
+    if recorder is None:
+        yield from _CHECKPOINTED(*args, **kwargs)
+        return
+    with recorder.checkpointed():
+        yield
+
+
 _LOOKS = {"torch.nn.modules.transformer._detect_is_causal_mask": _as_hinted}
 
 
@@ -72,19 +100,6 @@ def patched(recorder: Recorder) -> Iterator[None]:
         with recorder.checkpointed():
             return function(*args)
 
-    def refused_grad(*args: Any, **kwargs: Any) -> Any:
-        raise CaptureError(
-            "forward calls torch.autograd.grad().",
-            where=recorder.where(),
-            have=given(args, kwargs),
-            why="a gradient inside forward is not part of a traced program",
-            fix="move it out of forward",
-        )
-
-    def recorded_non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with recorder.checkpointed():
-            yield
-
     def named_tolist(self: FakeTensor) -> Any:
         try:
             return tolist(self)
@@ -93,8 +108,8 @@ def patched(recorder: Recorder) -> Iterator[None]:
 
     reentrant.apply = staticmethod(recorded_reentrant)
     FakeTensor.tolist = named_tolist
-    torch.autograd.grad = refused_grad
-    setattr(torch.utils.checkpoint, NON_REENTRANT, recorded_non_reentrant)
+    torch.autograd.grad = _refused_grad
+    setattr(torch.utils.checkpoint, NON_REENTRANT, _recorded_non_reentrant)
     token = _ACTIVE.set(recorder)
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # one fused call that no rule could split

@@ -39,10 +39,20 @@ def shallow_maker(model: Any) -> tuple[Callable[[int], Callable[[], nn.Module]] 
     if callable(model):
         return None, 0
     _, config = _named_config(model)
-    layers = config.get("num_hidden_layers")
+    key = _depth_key(config)
+    layers = config.get(key)
     if not isinstance(layers, int) or "layer_types" in config:
         return None, 0
-    return lambda count: lambda: _from_config({**config, "num_hidden_layers": count}), layers
+    return lambda count: lambda: _from_config({**config, key: count}), layers
+
+
+def _depth_key(config: dict[str, Any]) -> str:
+    """What a config calls the number of its layers: older ones have names of their own."""
+    key = "num_hidden_layers"
+    if key in config or "model_type" not in config:
+        return key
+    kind = type(_transformers().AutoConfig.for_model(config["model_type"]))
+    return kind.attribute_map.get(key, key)
 
 
 def _named_config(model: Any) -> tuple[str, dict[str, Any]]:
@@ -66,9 +76,11 @@ def _named_config(model: Any) -> tuple[str, dict[str, Any]]:
     )
 
 
-def _from_config(config: dict[str, Any]) -> nn.Module:
+def _transformers() -> Any:
     try:
         import transformers
+
+        return transformers
     except ImportError as error:
         raise UsageError(
             "a plan from a config needs transformers.",
@@ -77,6 +89,10 @@ def _from_config(config: dict[str, Any]) -> nn.Module:
             why="it has the code of the model that the config names",
             fix="pip install transformers, or pass a function that makes the model",
         ) from error
+
+
+def _from_config(config: dict[str, Any]) -> nn.Module:
+    transformers = _transformers()
     sizes = {
         k: v for k, v in config.items() if k not in ("architectures", "auto_map", "_name_or_path")
     }

@@ -10,16 +10,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from .._torch import FakeTensorMode, fake_store, memory_tracker
+from .._torch import (
+    NEEDS_DATA,
+    FakeTensor,
+    FakeTensorMode,
+    TorchFunctionMode,
+    backward_under_modes,
+    fake_store,
+    memory_tracker,
+)
 from ..api import explain, forward_of, parallelize
 from ..checkpoint import Device
 from ..errors import UsageError
 from ..mesh import fsdp_mesh
 from ..run import block_paths
+from ..source import line_of
 
 __all__ = ["Scheme", "Setting", "Step", "fake_group", "measure", "uncounted"]
 
@@ -114,12 +124,74 @@ def uncounted() -> Iterator[None]:
         _uncounted.pop()
 
 
+@contextlib.contextmanager
+def _told_what_needs_data() -> Iterator[None]:
+    """Inside, an operation that cannot run without data is an error that names the user's line."""
+    try:
+        yield
+    except (*NEEDS_DATA, RuntimeError) as error:
+        if not isinstance(error, NEEDS_DATA) and "_apply()" not in str(error):
+            raise
+        raise UsageError(
+            "a plan runs on tensors without data, and the model or a hook needs their data.",
+            where=line_of(error),
+            have=" ".join(f"{type(error).__name__}: {error}".split()),
+            why="neither can a tensor's value be read, nor a module's dtype be changed",
+            fix="compute such numbers in plain Python, leave out hooks that look at values, and "
+            "make parameters in their dtype at once; a plan computes in bf16 by itself",
+        ) from error
+
+
+class _KernelDropout(TorchFunctionMode):
+    """Attention takes no memory for its dropout, as a GPU's kernels take none: they draw again in
+    backward. The CPU has no such kernel, and would count all pairs of tokens."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), dict(kwargs or {})
+            kwargs.pop("dropout_p", None)
+        return func(*args, **(kwargs or {}))
+
+
+class _EqualChunks(TorchFunctionMode):
+    """FSDP2 cuts each parameter for all ranks and takes one part: without data, equal ones are one.
+    Else a thousand ranks would make a thousand tensors of each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none: dict[torch.dtype, torch.Tensor] = {}  # parts of ranks that get nothing
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not args or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.new_empty and args[1:] == (0,):
+            if args[0].dtype not in self.none:
+                self.none[args[0].dtype] = func(*args)
+            return self.none[args[0].dtype]
+        if func is not torch.chunk:
+            return func(*args, **(kwargs or {}))
+        tensor, count, dim = (*args, *(kwargs or {}).values())  # as FSDP2 gives them
+        size = tensor.shape[dim]
+        each = max(1, -(-size // count))
+        last = max(0, size - 1) // each * each
+        first, rest = tensor.narrow(dim, 0, min(each, size)), tensor.narrow(dim, last, size - last)
+        return (*(first for _ in range(last // each)), rest)
+
+
 def measure(setting: Setting, length: int, *, fake: bool = True, history: bool = False) -> Step:
     """Run a step inside a `fake_group` and watch its memory.
 
     fake: on tensors without data; else on real ones, to check those against: the same bytes.
     history: give the bytes after each operation too.
+
+    Raises:
+        UsageError: the model's constructor, or a hook, reads the value of a tensor.
     """
+    with _told_what_needs_data(), _KernelDropout():
+        return _measured(setting, length, fake, history)
+
+
+def _measured(setting: Setting, length: int, fake: bool, history: bool) -> Step:
     started = time.perf_counter()
     mesh = init_device_mesh("cpu", (setting.dp, setting.sp), mesh_dim_names=("dp", "sp"))
     around = fsdp_mesh(mesh)  # made before there are fake tensors
@@ -132,9 +204,10 @@ def measure(setting: Setting, length: int, *, fake: bool = True, history: bool =
         inputs = scheme(model, mesh, ids)
     policy = MixedPrecisionPolicy(param_dtype=setting.dtype, reduce_dtype=torch.float32)
     with mode:
-        for path in sorted(block_paths(model)):
-            fully_shard(model.get_submodule(path), mesh=around, mp_policy=policy)
-        fully_shard(model, mesh=around, mp_policy=policy)
+        with _EqualChunks():
+            for path in sorted(block_paths(model)):
+                fully_shard(model.get_submodule(path), mesh=around, mp_policy=policy)
+            fully_shard(model, mesh=around, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         model(**inputs)  # traces
         for module in model.modules():
@@ -211,7 +284,7 @@ def _step(
     model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, torch.Tensor]
 ) -> None:
     out = model(**inputs)
-    out.loss.backward()
+    backward_under_modes(out.loss)  # what runs again there is to run as it did
     del out
     optimizer.step()
     optimizer.zero_grad()

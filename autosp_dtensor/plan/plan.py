@@ -76,7 +76,9 @@ def plan(
     """Memory of one training step, from the very program that would run, on tensors without data.
 
     FSDP2 on blocks and root over dp x sp, parameters and AdamW in fp32, compute in bf16. It needs
-    no GPU, and a process in which torch.distributed is not initialized.
+    no GPU, and a process in which torch.distributed is not initialized. What depends on values is
+    taken at its fullest: a mask forbids no tile as a whole, one in a buffer is not known to be
+    causal. Dropout in attention takes no memory, as in GPUs' kernels.
 
     Args:
         model: the name of a preset, the path of a transformers config.json, a dict of its content,
@@ -96,7 +98,8 @@ def plan(
         a Plan: print it.
 
     Raises:
-        UsageError: an unknown model or GPU, or torch.distributed is initialized.
+        UsageError: an unknown model or GPU, torch.distributed is initialized, or the model's
+            constructor or a hook reads the value of a tensor.
     """
     if gpu not in DEVICES:
         raise UsageError(

@@ -36,15 +36,21 @@ def find(
     """
     unit = 128 * setting.sp
 
-    def at(length: int) -> Step:
-        step = measure(setting, length)
+    def at(length: int, which: Setting = setting) -> Step:
+        step = measure(which, length)
         tell(step, 0)
         return step
 
-    if shallow is None or layers <= 2 * max(_SHALLOW):
-        return longest(at, capacity, unit)
-    # Where "auto" reaches the longest length, it keeps nothing.
+    # Where "auto" reaches the longest length, it keeps nothing; before, it fills what there is, and
+    # no line goes through that.
     mode: Any = "full" if setting.checkpoint == "auto" else setting.checkpoint
+    if shallow is None or layers <= 2 * max(_SHALLOW):
+        plain = replace(setting, checkpoint=mode)
+        found = longest(lambda n: at(n, plain), capacity, unit)
+        step = found if plain == setting else at(found.length)
+        if step.peak <= capacity or found.peak > capacity:
+            return step
+        return longest(at, capacity, unit, found.length)
     makers = {depth: shallow(depth) for depth in _SHALLOW}
 
     def deep(length: int) -> int:

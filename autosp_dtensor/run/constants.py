@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .._torch import FakeTensor
 from ..graph import Origin
 
 __all__ = ["Constants"]
@@ -18,9 +19,10 @@ class Constants:
         self._read: list[tuple[Origin, torch.Tensor, int]] = []
 
     def read(self, origin: Origin) -> torch.Tensor | None:
-        """The value of a buffer on the CPU; None for anything else."""
+        """The value of a buffer on the CPU; None for anything else, and in a plan, where a buffer
+        has no data: a mask in it then counts as any mask, not as the plain one that it may be."""
         buffer = self._buffer(origin)
-        if buffer is None:
+        if buffer is None or isinstance(buffer, FakeTensor):
             return None
         self._read.append((origin, buffer, buffer._version))
         return buffer.detach().cpu()

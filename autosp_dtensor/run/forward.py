@@ -77,7 +77,8 @@ class Forward:
         program = found or self.program(call, state)
         seed = 0
         if program.random:
-            seed = self.agreement.seed(int(torch.randint(2**62, (), dtype=torch.int64)))
+            with unset_fake_temporarily():  # in a plan too: any number
+                seed = self.agreement.seed(int(torch.randint(2**62, (), dtype=torch.int64)))
         self.last = program
         return program(call.tensors, seed)
 

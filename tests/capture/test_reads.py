@@ -210,6 +210,19 @@ def test_gradient_inside_forward_is_refused() -> None:
     refused(lambda m, x: torch.autograd.grad(x.square().sum(), x, create_graph=True))
 
 
+def test_a_module_first_imported_in_forward_keeps_torchs_own_functions() -> None:
+    """As parts of torch are by the first flex_attention: `from torch.autograd import grad`."""
+    kept: list[Any] = []
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        kept.append(torch.autograd.grad)
+        return x * 2
+
+    traced(Model(body))
+    x = torch.ones(3, requires_grad=True)
+    assert torch.equal(kept[0](x.square().sum(), x)[0], torch.full((3,), 2.0))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_function_transform_is_refused_with_the_way_out() -> None:
     text = refused(lambda m, x: torch.vmap(lambda row: row.softmax(-1))(x))

@@ -155,7 +155,20 @@ def check(seed: int) -> bool:
         limits = rules.bounds(expression, rect)
         if limits is not None and not part.isnan().any():
             assert limits[0] <= part.min().item() and part.max().item() <= limits[1], rect
+        check_sides(expression, rect, part)
     return True
+
+
+def check_sides(expression: Expression, rect: Rect, part: Tensor) -> None:
+    """Bounds of the elements up to the diagonal, and of those after it."""
+    rows, columns = torch.arange(*rect.spans[2])[:, None], torch.arange(*rect.spans[3])
+    for side in (True, False):
+        chosen = (columns <= rows) == side
+        if chosen.any() and not part.isnan().any():
+            limits = rules.bounds(expression, rect, side)
+            values = part[..., chosen]
+            if limits is not None:
+                assert limits[0] <= values.min().item() and values.max().item() <= limits[1], rect
 
 
 @pytest.mark.parametrize("first", range(0, 400, 100))

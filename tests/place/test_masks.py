@@ -147,6 +147,15 @@ def test_causal_mask_of_128k_tokens_is_recognized_in_two_seconds(name: str) -> N
     assert time.process_time() - start < 2.0
 
 
+@pytest.mark.parametrize("name", [n for n in CAUSAL if n not in {*_NOT_LONG, "float positions"}])
+def test_causal_mask_of_16m_tokens_is_recognized_at_once(name: str) -> None:
+    """Integer positions are lines: no tile along the diagonal is looked at."""
+    mask = mask_of(CAUSAL[name], 1 << 24)
+    start = time.process_time()
+    assert recognize(mask) is Pattern.CAUSAL
+    assert time.process_time() - start < 2.0
+
+
 @pytest.mark.parametrize("name", [name for name in FULL if name not in _NOT_LONG])
 def test_full_mask_of_128k_tokens_is_recognized_in_two_seconds(name: str) -> None:
     mask = mask_of(FULL[name], 131072)

@@ -209,6 +209,30 @@ def test_tiles_are_found_anew_for_tensors_that_took_the_place_of_others() -> Non
         del allowed, leaves
 
 
+def test_tiles_that_allow_nothing_are_not_looked_at_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Work grows with the strips, not with their square."""
+    counts = []
+    real = tiles.bounds
+    monkeypatch.setattr(tiles, "bounds", lambda *given: counts.append(1) or real(*given))
+
+    def looked(length: int) -> int:
+        q = torch.randn(1, 1, length, 4, dtype=torch.float64)
+
+        def call(q: Tensor) -> Tensor:
+            at = torch.arange(length)
+            mask = (at <= at[:, None]) & (at[:, None] - at < 5)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+        program = lowered(call, (q,), 1)
+        counts.clear()
+        torch.testing.assert_close(_results(program, q), call(q))
+        return len(counts)
+
+    assert looked(1024) < 2.5 * looked(512)
+
+
 def test_two_layers_with_other_masks_do_not_mix() -> None:
     first, second = model(documents), model(window)
 

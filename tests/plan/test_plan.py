@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,22 @@ def test_many_ranks_are_planned_here(ranks: int) -> None:
     assert found.fits and found.gpus == ranks
 
 
+def test_a_thousand_ranks_take_no_longer_to_plan_than_eight() -> None:
+    """Per rank there is little work: neither FSDP2's chunks nor placing goes through all ranks."""
+    sizes = {
+        **TINY, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 2048,
+        "num_hidden_layers": 4,
+    }  # fmt: skip
+    seconds = {}
+    for dp, sp in ((1, 8), (1, 8), (128, 8), (1, 1024)):  # the first also imports
+        with fake_group(dp * sp):
+            start = time.process_time()
+            measure(Setting(model_maker(sizes)[1], dp, sp, "full"), 1 << 16)
+            seconds[dp, sp] = time.process_time() - start
+    assert seconds[128, 8] < 1.5 * seconds[1, 8]
+    assert seconds[1, 1024] < 2 * seconds[1, 8]
+
+
 def test_picture_of_a_plan(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "config.json").write_text(json.dumps(TINY))
@@ -186,6 +203,24 @@ def test_presets_are_planned(name: str) -> None:
     """One layer of each family and size: heads, head sizes and norms of its own."""
     found = autosp.plan({**presets()[name], "num_hidden_layers": 1}, (1, 8), seq=4096)
     assert found.fits and found.step.kinds["optimizer"] > 0
+
+
+def test_depth_is_known_by_whatever_name_a_config_has_for_it() -> None:
+    sizes = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 20, "vocab_size": 64}
+    make, layers = shallow_maker(sizes)
+    assert make is not None and layers == 20
+    assert len(make(3)().transformer.h) == 3  # type: ignore[union-attr,arg-type]
+    assert shallow_maker({**sizes, "layer_types": []})[0] is None
+
+
+def test_auto_is_searched_by_what_it_keeps_at_the_border(group: None) -> None:
+    """Below, it fills the memory that there is: its peaks say nothing of how far it goes."""
+    capacity = measure(setting(checkpoint="full"), 8192).peak
+    steps: list[Step] = []
+    auto = setting(checkpoint="auto", budget=capacity)
+    found = find(auto, capacity, lambda step, _: steps.append(step))
+    assert found.peak <= capacity and found.length >= 8192 * 0.98
+    assert len(steps) <= 7
 
 
 def test_config_files_are_read_as_data(tmp_path: Path) -> None:

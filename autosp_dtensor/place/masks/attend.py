@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
-from ...autocast import autocast_state, under
+from ..._torch import FakeTensor
+from ...autocast import AutocastState, autocast_state, under
 from ..refuse import first_gradient_alone
 from .frame import Rect
 from .runs import Pass, Runs
@@ -83,7 +85,7 @@ def tiled_attention(
             factor = runs.scale
         out = attend_runs(passes, q, k, v, factor, dropout_p)
         return out.squeeze(0) if flat else out
-    seed = int(torch.randint(1 << 31, ())) if dropout_p else 0
+    seed = int(torch.randint(1 << 31, ())) if dropout_p and _has_data(q) else 0
     call = _Call(mask, own, factor, enable_gqa, dropout_p, seed, softmax or Softmax(), sink)
     outs = _Tiled.apply(call, q, k, v, *leaves)
     if flat:
@@ -97,6 +99,8 @@ def _passes(
     if runs is None or q.numel() == 0 or k.numel() == 0:
         return None
     if runs.known is None:
+        if not _has_data(q):  # a plan
+            return None
         return mask.passes(leaves, q.shape[0], q.device)
     return runs.passes(q.shape[0], q.shape[2], k.shape[2], q.device)
 
@@ -109,6 +113,10 @@ def _without_data(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **
 
 
 cast(Any, tiled_attention).without_data = _without_data
+
+
+def _has_data(x: torch.Tensor) -> bool:
+    return not isinstance(x, FakeTensor)
 
 
 def _stats_dtype(q: torch.Tensor) -> torch.dtype:
@@ -162,14 +170,12 @@ class _Tiled(torch.autograd.Function):
             torch.full(q.shape[:-1], fills[name], dtype=_stats_dtype(q), device=q.device)
             for name in call.softmax.stats
         ]
-        ctx.bands = call.mask.bands(call.split(leaves)[0])
+        if _has_data(q):
+            ctx.bands = call.mask.bands(call.split(leaves)[0])
+        else:  # a plan: what is allowed is not known
+            ctx.bands = [call.mask.fullest()]
         for number, band in enumerate(_strips(call, ctx.bands, q)):
-            parts = _parts(band, q, k, v)
-            if parts is None:
-                continue
-            found = _attend(call, number, band, leaves, *parts)
-            for whole, part in zip((out, *stats), found, strict=True):
-                _rows(band, whole, -2 if whole is out else -1).copy_(part)
+            _fill(call, number, band, (q, k, v), leaves, (out, *stats))
         return (out, *stats)
 
     @staticmethod
@@ -185,31 +191,63 @@ class _Tiled(torch.autograd.Function):
         trained = [i for i in trained if ctx.needs_input_grad[4 + i]]
         leaf_grads = {i: torch.zeros_like(leaves[i]) for i in trained}
         for number, band in enumerate(_strips(call, ctx.bands, q)):
-            parts = _parts(band, q, k, v)
-            if parts is None:
-                continue
-            inputs = [part.detach().requires_grad_() for part in parts]
-            given = [x.detach() for x in leaves]
-            for i in trained:
-                given[i].requires_grad_()
-            with torch.enable_grad(), under(ctx.autocast):
-                outs = _attend(call, number, band, given, *inputs)
-            pairs = [
-                (out, _rows(band, grad, -2 if at == 0 else -1))
-                for at, (out, grad) in enumerate(zip(outs, incoming, strict=True))
-                if out.requires_grad and grad is not None
-            ]
-            found = torch.autograd.grad(
-                [out for out, _ in pairs],
-                [*inputs, *(given[i] for i in trained)],
-                [grad for _, grad in pairs],
-                allow_unused=True,
-            )
-            places = [_rows(band, grads[0]), _columns(band, grads[1]), _columns(band, grads[2])]
-            for place, each in zip([*places, *leaf_grads.values()], found, strict=True):
-                if each is not None:
-                    place.add_(each)
+            made = functools.partial(_attend, call, number, band)
+            _add_gradients(made, ctx.autocast, band, (q, k, v), leaves, incoming, grads, leaf_grads)
         return (None, *grads, *(leaf_grads.get(i) for i in range(len(leaves))))
+
+
+def _fill(
+    call: _Call,
+    number: int,
+    band: Band,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    wholes: Sequence[torch.Tensor],
+) -> None:
+    """A strip's rows of the results. A function, so that nothing of it is there in the next."""
+    parts = _parts(band, *qkv)
+    if parts is None:
+        return
+    found = _attend(call, number, band, leaves, *parts)
+    for at, (whole, part) in enumerate(zip(wholes, found, strict=True)):
+        _rows(band, whole, -2 if at == 0 else -1).copy_(part)
+
+
+def _add_gradients(
+    attend: Callable[..., tuple[torch.Tensor, ...]],
+    autocast: AutocastState,
+    band: Band,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    incoming: Sequence[torch.Tensor | None],
+    grads: Sequence[torch.Tensor],
+    leaf_grads: dict[int, torch.Tensor],
+) -> None:
+    """A strip again, and what it adds to the gradients of q, k, v and of trained leaves."""
+    parts = _parts(band, *qkv)
+    if parts is None:
+        return
+    inputs = [part.detach().requires_grad_() for part in parts]
+    given = [x.detach() for x in leaves]
+    for i in leaf_grads:
+        given[i].requires_grad_()
+    with torch.enable_grad(), under(autocast):
+        outs = attend(given, *inputs)
+    pairs = [
+        (out, _rows(band, grad, -2 if at == 0 else -1))
+        for at, (out, grad) in enumerate(zip(outs, incoming, strict=True))
+        if out.requires_grad and grad is not None
+    ]
+    found = torch.autograd.grad(
+        [out for out, _ in pairs],
+        [*inputs, *(given[i] for i in leaf_grads)],
+        [grad for _, grad in pairs],
+        allow_unused=True,
+    )
+    places = [_rows(band, grads[0]), _columns(band, grads[1]), _columns(band, grads[2])]
+    for place, each in zip([*places, *leaf_grads.values()], found, strict=True):
+        if each is not None:
+            place.add_(each)
 
 
 def _strips(call: _Call, bands: list[Band], q: torch.Tensor) -> Iterator[Band]:

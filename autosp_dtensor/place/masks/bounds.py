@@ -12,6 +12,7 @@ from torch.fx import Node
 from ...graph import facts, short_name
 from .expression import Expression, Step
 from .frame import Rect
+from .lines import Side, constant_line, line_of, reach
 
 __all__ = ["Bounds", "bounds", "forbidden_below"]
 
@@ -26,15 +27,17 @@ def forbidden_below(dtype: torch.dtype, least: float) -> float:
     return max(least, torch.finfo(dtype).min) / 2 if dtype.is_floating_point else least
 
 
-def bounds(expression: Expression, rect: Rect) -> Known:
+def bounds(expression: Expression, rect: Rect, side: Side = None) -> Known:
     """Least and greatest value on a rectangle, True as 1; None where they are not known.
+
+    side: only of the elements with column <= row (True), or > (False), of which it has some.
 
     Scores themselves are taken to be below 1e8, or an eighth of their dtype's range.
     """
-    return _bounds(expression, expression.root, rect)
+    return _bounds(expression, expression.root, rect, side)
 
 
-def _bounds(expression: Expression, step: Step, rect: Rect) -> Known:
+def _bounds(expression: Expression, step: Step, rect: Rect, side: Side) -> Known:
     node = step.node
     if step.kind in ("small", "buffer"):
         value = expression.cut(step, rect)
@@ -44,20 +47,31 @@ def _bounds(expression: Expression, step: Step, rect: Rect) -> Known:
     if step.kind == "constant":
         return _fitted((step.detail, step.detail), facts(node).meta.dtype)
     if step.kind == "view":
-        return _bounds(expression, step.inputs[0], rect)
+        return _bounds(expression, step.inputs[0], rect, side)
     if step.kind == "triangle":
-        return _triangle(expression, step, rect)
+        return _triangle(expression, step, rect, side)
+    return _pointwise(expression, step, rect, side) if step.kind == "pointwise" else None
+
+
+def _pointwise(expression: Expression, step: Step, rect: Rect, side: Side) -> Known:
+    node = step.node
     name = short_name(node.target)
     rule = _RULES.get(name)
     is_cast = name in _CASTS
-    if step.kind != "pointwise" or rule is None or (node.kwargs and not is_cast):
+    if rule is None or (node.kwargs and not is_cast):
         return None
     dtype = facts(node).meta.dtype
     if (name in _LOGIC and dtype != torch.bool) or (is_cast and not dtype.is_floating_point):
         return None
     values = dict(zip(node.all_input_nodes, step.inputs, strict=True))
+    if side is not None and name in _COMPARISONS:
+        apart = _apart(
+            expression, [values[a] if isinstance(a, Node) else a for a in node.args], rect, side
+        )
+        if apart is not None:
+            return rule(apart, (0.0, 0.0))
     inputs = [
-        _bounds(expression, values[a], rect) if isinstance(a, Node) else _scalar(a)
+        _bounds(expression, values[a], rect, side) if isinstance(a, Node) else _scalar(a)
         for a in node.args
     ]
     if name in _LOGIC:
@@ -107,12 +121,24 @@ def _rounded_by_torch(value: float, dtype: torch.dtype) -> float:
     return torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
-def _triangle(expression: Expression, step: Step, rect: Rect) -> Known:
-    inner = _bounds(expression, step.inputs[0], rect)
+def _apart(expression: Expression, pair: list[Any], rect: Rect, side: Side) -> Known:
+    """Least and greatest difference of what is compared, where both are lines in the position."""
+    lines = [
+        line_of(expression, each) if isinstance(each, Step) else constant_line(each)
+        for each in pair
+    ]
+    if len(lines) != 2 or lines[0] is None or lines[1] is None:
+        return None
+    return (lines[0] + -lines[1]).bounds(rect, side)
+
+
+def _triangle(expression: Expression, step: Step, rect: Rect, side: Side) -> Known:
+    inner = _bounds(expression, step.inputs[0], rect, side)
     name, diagonal = step.detail
     shift = step.frame.starts[3] - step.frame.starts[2]
-    # Least and greatest column - row.
-    lowest, highest = rect.left - (rect.bottom - 1) + shift, rect.right - 1 - rect.top + shift
+    span = reach(rect, side)
+    assert span is not None, "a side without elements"
+    lowest, highest = span[0] + shift, span[1] + shift
     kept = highest <= diagonal if name == "tril" else lowest >= diagonal
     dropped = lowest > diagonal if name == "tril" else highest < diagonal
     if dropped:
@@ -240,6 +266,18 @@ _RULES: dict[str, Callable[..., Known]] = {
     "clone": _same,
     "detach": _same,
 }  # fmt: skip
+_COMPARISONS = {
+    "le",
+    "lt",
+    "ge",
+    "gt",
+    "eq",
+    "ne",
+    "less_equal",
+    "less",
+    "greater_equal",
+    "greater",
+}
 _CASTS = {"to", "float", "double", "half", "bfloat16"}
 for _alias, _name in (
     ("bitwise_and", "and"), ("logical_and", "and"), ("bitwise_or", "or"), ("logical_or", "or"),

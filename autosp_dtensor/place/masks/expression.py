@@ -95,6 +95,7 @@ class Expression:
             raise NotStatic(node.name)
         self.rows, self.columns = shape[-2:]
         self._small: dict[Node, Any] = {}
+        self.lines: dict[Step, Any] = {}  # what `line_of` has found
         self._steps: dict[tuple[Node, Frame], Step] = {}
         self._after_product: dict[Node, bool] = {}
         self.root = self._step(node, Frame.of(shape))
@@ -103,12 +104,13 @@ class Expression:
         """The same with values of small nodes that depend on data, on a device."""
         other = copy.copy(self)
         other._small, other.device = dict(values), device
+        other.lines = {}
         return other
 
     def blank_scores(self) -> Expression:
         """The same of scores that are all 0: what is added to them, where that is all."""
         other = copy.copy(self)
-        other.blank = True
+        other.blank, other.lines = True, {}
         return other
 
     def rows_apart(self) -> int:

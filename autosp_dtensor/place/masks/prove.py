@@ -58,10 +58,21 @@ class _TooMuch(Exception):
 
 def _holds(expression: Expression, pattern: Pattern) -> bool:
     budget = [16 + 8 * (expression.rows + expression.columns) // _LEAF]
+    whole = Rect(0, expression.rows, 0, expression.columns)
+    if pattern is Pattern.CAUSAL and expression.rows > 1 and _by_sides(expression, whole):
+        return True
     try:
-        return _check(expression, pattern, Rect(0, expression.rows, 0, expression.columns), budget)
+        return _check(expression, pattern, whole, budget)
     except _TooMuch:
         return False
+
+
+def _by_sides(expression: Expression, whole: Rect) -> bool:
+    """Whether bounds tell at once that all on one side of the diagonal is allowed, and nothing on
+    the other."""
+    found = [bounds(expression, whole, side) for side in (True, False)]
+    verdicts = [None if each is None else decide(expression, each) for each in found]
+    return verdicts == [True, False]
 
 
 def _check(expression: Expression, pattern: Pattern, rect: Rect, budget: list[int]) -> bool:

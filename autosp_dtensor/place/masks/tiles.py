@@ -7,7 +7,7 @@ program runs. A first pass bounds every tile, so that tiles that allow nothing a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -143,6 +143,13 @@ class TileMask:
         sizes = rows, exact.rows, exact.columns
         return passes_of(runs_of(first, last), *sizes, device) or []
 
+    def fullest(self) -> Band:
+        """The most that a band can be, for tensors without data: a strip that may read all keys but
+        some. What a strip takes is free before the next, so this one stands for all."""
+        expression = self._expression
+        batch = 0 if expression.rows_apart() > 1 else None
+        return Band(batch, (0, min(TILE, expression.rows)), (0, expression.columns), True)
+
     def _find_bands(self, leaves: Sequence[torch.Tensor]) -> list[Band]:
         rows = self._expression.rows_apart()
         expression = self._given([leaf.detach().cpu() for leaf in leaves], _CPU)
@@ -153,24 +160,32 @@ class TileMask:
         ]
 
     def _band(self, expression: Expression, top: int, batch: int | None) -> Band:
-        """The span of columns that may be read in a strip of rows, found tile by tile."""
-        bottom = min(top + TILE, expression.rows)
+        """The span of columns that may be read in a strip of rows."""
+        rows = (top, min(top + TILE, expression.rows))
         span = None if batch is None else (batch, batch + 1)
-        tiles = [
-            Rect(top, bottom, left, min(left + TILE, expression.columns), None, span)
-            for left in range(0, expression.columns, TILE)
-        ]
-        verdicts = [self._verdict(expression, tile) for tile in tiles]
-        read = [k for k, verdict in enumerate(verdicts) if verdict != "none"]
-        if "less" in verdicts:
+        parts = list(self._parts(expression, Rect(*rows, 0, expression.columns, None, span)))
+        read = [part for part in parts if part[1] != "none"]
+        if any(verdict == "less" for _, verdict in parts):
             # A finite number only outweighs: a query that has nothing else reads all keys alike.
-            kept = [k for k, verdict in enumerate(verdicts) if verdict in ("all", "some")]
-            read = kept if self._covers(expression, [tiles[k] for k in reversed(kept)]) else read
+            kept = [part for part in parts if part[1] in ("all", "some")]
+            read = kept if self._covers(expression, kept[::-1]) else read
         if not read:
-            return Band(batch, (top, bottom), (0, 0), False)
-        first, last = tiles[read[0]].left, tiles[read[-1]].right
-        masked = any(verdicts[k] != "all" for k in range(read[0], read[-1] + 1))
-        return Band(batch, (top, bottom), (first, last), masked)
+            return Band(batch, rows, (0, 0), False)
+        first, last = read[0][0].left, read[-1][0].right
+        masked = any(v != "all" for rect, v in parts if first <= rect.left < last)
+        return Band(batch, rows, (first, last), masked)
+
+    def _parts(self, expression: Expression, rect: Rect) -> Iterator[tuple[Rect, str]]:
+        """The columns of a strip, each part with its verdict: wide where bounds decide it at once,
+        so that the work grows with the tiles that are in part allowed, not with all of them."""
+        verdict = self._verdict(expression, rect)
+        tiles = -(-(rect.right - rect.left) // TILE)
+        if verdict != "some" or tiles <= 1:
+            yield rect, verdict
+            return
+        middle = rect.left + tiles // 2 * TILE
+        yield from self._parts(expression, rect._replace(right=middle))
+        yield from self._parts(expression, rect._replace(left=middle))
 
     def _verdict(self, expression: Expression, rect: Rect) -> str:
         """What of it is allowed: all, none, less (outweighed by a finite number), or some."""
@@ -188,13 +203,15 @@ class TileMask:
     def _least(self) -> float:
         return forbidden_below(facts(self.root).meta.dtype, MASKED_BELOW)
 
-    def _covers(self, expression: Expression, tiles: list[Rect]) -> bool:
-        """Whether each query, in each head and row, may read some key of these tiles."""
+    def _covers(self, expression: Expression, parts: list[tuple[Rect, str]]) -> bool:
+        """Whether each query, in each head and row, may read some key of these parts."""
         covered: torch.Tensor | None = None
-        for tile in tiles:
+        for rect, verdict in parts:
+            if verdict == "all":
+                return True
             zero = torch.zeros((), dtype=facts(self.product).meta.dtype) if self.product else None
-            value = expression.exact(tile, zero)
-            value = value.expand(*value.shape[:-2], tile.bottom - tile.top, tile.right - tile.left)
+            value = expression.exact(rect, zero)
+            value = value.expand(*value.shape[:-2], rect.bottom - rect.top, rect.right - rect.left)
             allowed = (value if self.is_bool else value > self._least()).any(-1)
             covered = allowed if covered is None else covered | allowed
             if bool(covered.all()):
