@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from .._torch import (
     NEEDS_DATA,
@@ -209,10 +209,8 @@ def _measured(setting: Setting, length: int, fake: bool, history: bool) -> Step:
                 fully_shard(model.get_submodule(path), mesh=around, mp_policy=policy)
             fully_shard(model, mesh=around, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-        model(**inputs)  # traces
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the root stays gathered for a backward that does not come
+        # Traces. With its backward: else the root stays gathered, and host memory taken.
+        backward_under_modes(model(**inputs).loss)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()  # makes its state

@@ -70,6 +70,17 @@ def test_host_memory_is_not_exceeded(group: None) -> None:
     assert 0 < step.host <= bound
 
 
+def test_tracing_leaves_the_host_to_the_step(group: None) -> None:
+    """With room for one forward's values alone, all of them wait there."""
+    deep = Setting(model_maker({**TINY, "num_hidden_layers": 6})[1], 1, 4, "full")
+    bytes_of_inputs = 6 * (2048 // 4 * 64 * 2)
+    plenty, enough = (
+        measure(replace(deep, host=host), 2048) for host in (1 << 30, bytes_of_inputs)
+    )
+    assert (enough.host, enough.peak) == (plenty.host, plenty.peak)
+    assert enough.host == bytes_of_inputs
+
+
 def test_auto_uses_the_host_where_its_budget_asks_for_it(group: None) -> None:
     whole = measure(setting(), 8192).peak
     large = measure(setting(checkpoint="auto", budget=2 * whole, host=1 << 30), 8192)
