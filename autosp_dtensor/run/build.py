@@ -32,6 +32,7 @@ from .budget import choose_policy
 from .constants import Constants
 from .lazy import openable
 from .program import Program
+from .rounded import warn_of_rounded
 from .traffic import traffic_of
 
 __all__ = ["Options", "build", "check_devices", "sequence_length"]
@@ -57,6 +58,7 @@ def build(call: Call, mesh: DeviceMesh, options: Options, host: Host | None = No
     """capture -> place -> lower -> regions -> run."""
     started = time.perf_counter()
     live = call.target if isinstance(call.target, nn.Module) else None
+    warn_of_rounded(call, live)
     captured = capture(call)
     _check_length(captured, call, mesh.size(), options)
     constants = Constants(live)

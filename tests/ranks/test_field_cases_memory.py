@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -237,6 +238,54 @@ def test_fc_081_checkpoint_fsdp2_and_state_on_self(options: dict[str, Any]) -> N
     """Calls are counted as without checkpointing: recomputation does not run forward's Python."""
     for calls in run_on_ranks(checkpoints, options, n=2):
         assert calls == [2, 2]
+
+
+class Angles(nn.Module):
+    """Rotation angles of the positions that it is given, beside a product in the model's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.linear = nn.Embedding(64, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids.float()[..., None] * torch.tensor([1.0, 0.1, 0.01])
+        return self.linear(self.table(ids)).sum(), angles
+
+
+def angles_of(rank: Rank, dtype: torch.dtype, cast: bool) -> tuple[Tensor, list[str]]:
+    import autosp_dtensor as autosp
+
+    mesh = rank.mesh(dp=1, sp=2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
+    model = autosp.parallelize(Angles(), mesh)
+    fully_shard(model, mesh=autosp.fsdp_mesh(mesh), mp_policy=policy)
+    ids = torch.arange(32).view(2, 16)
+    position_ids = torch.stack([torch.arange(300000, 300016), torch.arange(16)]).to(dtype)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.setLevel(logging.WARNING)
+    log = logging.getLogger("autosp_dtensor")
+    log.addHandler(handler)
+    try:
+        _, angles = model(ids, position_ids)
+    finally:
+        log.removeHandler(handler)
+    return getattr(angles, "full_tensor", lambda: angles)(), said
+
+
+def test_fc_075_positions_that_fsdp2_rounds_are_told() -> None:
+    """Integers are not cast, nor anything if the policy says so; else there is a warning."""
+    _, want = Angles()(torch.zeros(2, 16, dtype=torch.int64),
+                       torch.stack([torch.arange(300000, 300016), torch.arange(16)]))  # fmt: skip
+    for dtype, cast in ((torch.int64, True), (torch.float32, False)):
+        for angles, said in run_on_ranks(angles_of, dtype, cast, n=2):
+            assert angles.dtype == torch.float32 and torch.equal(angles, want)
+            assert not said
+    for angles, said in run_on_ranks(angles_of, torch.float32, True, n=2):
+        assert (angles[0, :4, 0] == 299008).all()  # it came so
+        assert len(said) == 1 and "rounds them" in said[0] and "tensor 1 of FSDPAngles" in said[0]
 
 
 def far_end(rank: Rank) -> list[int]:
