@@ -23,6 +23,7 @@ from tests.simulate import assert_program_equals_whole
 
 WIDTH, LENGTH = 8, 9
 INT: Any = np.int64  # torch takes it, its annotations do not
+SINGLE: Any = np.float32
 IDS = torch.stack([torch.arange(LENGTH) % 16, (torch.arange(LENGTH) * 5 + 3) % 16])
 
 
@@ -125,7 +126,7 @@ CONFIGS = {"silent": Silent, "unshown": Unshown, "uncompared": Uncompared, "name
            "long": Long.of}  # fmt: skip
 NUMBERS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "numpy float": lambda x, c: x / np.sqrt(c),
-    "numpy single": lambda x, c: x * np.float32(c),
+    "numpy single": lambda x, c: x * SINGLE(c),
     "signed zero": lambda x, c: torch.copysign(x, torch.tensor(0.0) if c > 2 else -0.0),
     "numpy zero": lambda x, c: torch.clamp(x, min=np.float64(-0.0 if c > 2 else -1.0)),
     "numpy slice": lambda x, c: F.pad(x[..., : INT(c)], (0, WIDTH - int(c))),
