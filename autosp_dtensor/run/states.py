@@ -46,7 +46,7 @@ def _not_gathered(origin: Origin, part: DTensor) -> UsageError:
         where=path,
         have=f"a part {tuple(part.to_local().shape)} of {tuple(part.shape)}",
         why="a module with its own fully_shard has whole parameters in its own call alone, and "
-        "another module reads this one",
+        "another module reads this one; or it is under tensor parallelism, which is not supported",
         fix=f"shard the modules that read it as one unit, fully_shard([a, b]), or leave "
         f"{origin.module or 'the root'} to the unit around both",
     )
