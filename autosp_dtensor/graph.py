@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "arg_nodes",
     "callee",
     "describe",
+    "exact",
     "facts",
     "given",
     "meta_of",
@@ -141,6 +143,47 @@ def result_nodes(output: Node) -> tuple[Node, ...]:
 def callee(node: Node) -> Callable[..., Any]:
     """What a call_function node calls."""
     return cast(Callable[..., Any], node.target)
+
+
+_PLAIN = (bool, int, str, bytes, type(None), type(Ellipsis))
+_SINGLE = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def exact(value: Any, of_node: Callable[[Node], Any] = lambda node: node) -> Any:
+    """A key of an argument: equal keys only where a call does the same with either.
+
+    Neither `repr` nor `==` of an object tells that (a config may leave fields out of both, an array
+    shortens its text), so what is no number, text or container is equal to itself alone.
+    """
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, _SINGLE):
+        return kind, value
+    if isinstance(value, Node):
+        return of_node(value)
+    if isinstance(value, numbers.Number):  # -0.0 is not 0.0; numpy's are numbers, too
+        return kind, repr(value)
+    if isinstance(value, slice):
+        return kind, *(exact(part, of_node) for part in (value.start, value.stop, value.step))
+    if kind in (list, tuple, torch.Size) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+        return kind, *(exact(each, of_node) for each in value)
+    if isinstance(value, dict):  # of any kind: fx has its own
+        return dict, *((exact(k), exact(each, of_node)) for k, each in value.items())
+    if is_dataclass(kind) and kind.__dataclass_params__.frozen and hasattr(value, "__dict__"):  # pyright: ignore[reportAttributeAccessIssue]
+        return kind, *((k, exact(each, of_node)) for k, each in vars(value).items())
+    return _Itself(value)
+
+
+class _Itself:
+    """An object as a key: it alone, and kept, so that no other takes its place in memory."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 _SHORT = {

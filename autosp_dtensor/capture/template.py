@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import numbers
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from .._torch import TorchFunctionMode
 from ..tree import Spec, flatten, unflatten
 
-__all__ = ["Template", "is_plain"]
+__all__ = ["Template", "is_plain", "plain_number"]
 
 
 def is_plain(value: Any) -> bool:
@@ -99,3 +100,9 @@ def _tensors_inside(value: Any) -> list[torch.Tensor]:
     ):  # an object that cannot be copied is given back as it is; it can hold no result
         return []
     return collect.tensors
+
+
+def plain_number(value: Any) -> Any:
+    """torch takes numpy's numbers as Python's; rules ask for Python's."""
+    numpy = isinstance(value, numbers.Number) and type(value).__module__ == "numpy"
+    return value.item() if numpy else value  # pyright: ignore[reportAttributeAccessIssue]

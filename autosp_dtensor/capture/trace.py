@@ -48,6 +48,7 @@ from .targets import (
     is_inplace,
     plain_target,
 )
+from .template import plain_number
 from .watch import ModuleCall
 
 __all__ = ["Recorder"]
@@ -267,8 +268,9 @@ class Recorder(TorchFunctionMode):
         return self._owners.get(memory_of(tensor))
 
     def _call(self, func, args, kwargs, outs, ops, *, single: bool) -> Node:
+        number = (lambda v: v) if isinstance(func, Opaque) else plain_number
         node_args, node_kwargs = map_aggregate(
-            (args, kwargs), lambda v: self.node_for(v) if isinstance(v, torch.Tensor) else v
+            (args, kwargs), lambda v: self.node_for(v) if isinstance(v, torch.Tensor) else number(v)
         )
         if self._grad_outside and not torch.is_grad_enabled():
             node_args, node_kwargs = map_aggregate((node_args, node_kwargs), self._detached)

@@ -10,7 +10,7 @@ from torch.fx.node import map_aggregate
 
 from .._torch import FakeTensorMode
 from ..capture.targets import Opaque
-from ..graph import arg, describe, facts
+from ..graph import arg, describe, exact, facts
 from ..placement import Shard
 from .layout import take_shard
 from .localize import Collective, Drawn, bound, local_meta
@@ -45,11 +45,11 @@ def verify_lowered(graph: Graph, axis_size: int, mode: FakeTensorMode) -> None:
 def _signature(node: Node) -> Any:
     known = facts(node)
 
-    def shown(value: Any) -> Any:
-        return (facts(value).outs, facts(value).placements) if isinstance(value, Node) else value
+    def shown(value: Node) -> Any:
+        return facts(value).outs, facts(value).placements
 
-    args = map_aggregate((node.args, node.kwargs), shown)
-    return (node.target, repr(args), known.outs, known.placements)
+    args = exact((node.args, node.kwargs), shown)
+    return (node.target, args, known.outs, known.placements)
 
 
 def _verify_placed(node: Node) -> None:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
 
-from ..graph import Facts, Meta, Origin, Scope, facts, set_facts
+from ..graph import Facts, Meta, Origin, Scope, exact, facts, set_facts
 
 __all__ = ["Block", "PlacedBlock", "outline_blocks"]
 
@@ -153,10 +152,8 @@ def _signature(
     rows = []
     for node in nodes:
         known = facts(node)
-        args = map_aggregate(
-            (node.args, node.kwargs), lambda v: numbers[v] if isinstance(v, Node) else v
-        )
-        rows.append((node.target, repr(args), known.outs, known.single, known.random))
+        args = exact((node.args, node.kwargs), numbers.__getitem__)
+        rows.append((node.target, args, known.outs, known.single, known.random))
     metas: list[tuple[Meta, ...]] = [
         tuple(facts(n).meta for n in outer),
         tuple(facts(n).meta for n in states),

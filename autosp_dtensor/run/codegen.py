@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from torch.fx import Node
 from ..capture.tap import Tap
 from ..capture.targets import Opaque
 from ..checkpoint import Tile
-from ..graph import arg_nodes, facts, result_nodes
+from ..graph import arg_nodes, exact, facts, result_nodes
 from ..lower import Call, Collective, Drawn, Region, Step, bound, schedule
 from ..lower import collectives as wire
 from ..lower.exchange import Exchange, all_to_all
@@ -180,24 +181,26 @@ class _Writer:
         return f"{self._constant(wire.mean_grad)}({group}, {link.size}, {args[0]})"
 
     def _text(self, value: Any, names: dict[Node, str]) -> str:
+        """An argument as source; a subclass (an enum, numpy's floats) has no text that means it."""
+        kind = type(value)
         if isinstance(value, Node):
             return names[value]
-        if value is None or isinstance(value, (bool, int, str)) or value is Ellipsis:
+        if value is None or value is Ellipsis or kind in (bool, int, str):
             return repr(value)
-        if isinstance(value, float) and value == value and abs(value) != float("inf"):
+        if kind is float and math.isfinite(value):
             return repr(value)
         if isinstance(value, tuple):
-            return f"({''.join(self._text(v, names) + ', ' for v in value)})"
+            parts = "".join(self._text(v, names) + ", " for v in value)
+            return f"{self._constant(kind)}({parts})" if hasattr(kind, "_fields") else f"({parts})"
         if isinstance(value, list):
             return f"[{', '.join(self._text(v, names) for v in value)}]"
         if isinstance(value, dict):
-            return "{" + ", ".join(f"{k!r}: {self._text(v, names)}" for k, v in value.items()) + "}"
+            items = (f"{self._text(k, names)}: {self._text(v, names)}" for k, v in value.items())
+            return f"{{{', '.join(items)}}}"
         if isinstance(value, slice):
             parts = (value.start, value.stop, value.step)
-            if not any(isinstance(p, Node) for p in parts):
-                return f"slice({', '.join(map(repr, parts))})"
             return f"slice({', '.join(self._text(p, names) for p in parts)})"
-        return self._constant(value)
+        return self._constant(value, key=exact(value))
 
     def _constant(self, value: Any, key: Any = None) -> str:
         key = value if key is None else key

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +26,10 @@ __all__ = ["Forward"]
 
 log = logging.getLogger("autosp_dtensor")
 _MANY = 16
+
+
+def _as_it_is(saved: Any) -> Any:
+    return saved
 
 
 class Forward:
@@ -108,7 +113,9 @@ class Forward:
         try:
             live = self.target if isinstance(self.target, nn.Module) else None
             check_devices(call, live, self.mesh)
-            with unset_fake_temporarily():  # a plan runs on tensors without data
+            # A plan runs on tensors without data. The user's hooks on saved tensors (a checkpoint
+            # around the call) are for what runs, not for the trace.
+            with unset_fake_temporarily(), saved_tensors_hooks(_as_it_is, _as_it_is):
                 program = build(call, self.mesh, self.options, self.host)
         except Exception as error:
             if self.options.check_ranks:

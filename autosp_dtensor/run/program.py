@@ -33,6 +33,7 @@ from .border import as_dtensor, to_local
 from .codegen import Link, compile_part, compile_region
 from .constants import Constants
 from .lazy import begins_backward, lazy_dtensor, opened
+from .states import state_reader
 
 __all__ = ["Program"]
 
@@ -209,7 +210,7 @@ class _Binder:
         children = [self._call(call, base) for call in region.calls]
         program = self.program
         states = [
-            _state_reader(program.live, _under(origin, base), program.captured.consts)
+            state_reader(program.live, _under(origin, base), program.captured.consts)
             for origin in region.states
         ]
 
@@ -222,7 +223,7 @@ class _Binder:
         marked, recompute, numbers = self._recomputed(region, choice)
 
         written = [
-            _state_reader(program.live, origin, program.captured.consts)
+            state_reader(program.live, origin, program.captured.consts)
             for origin, _ in program.captured.writes
             if origin.kind == "buffer"
         ]
@@ -288,21 +289,6 @@ def _under(origin: Origin, base: str) -> Origin:
 
 _MISSING = object()
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-
-def _state_reader(
-    live: nn.Module | None, origin: Origin, consts: dict[str, torch.Tensor]
-) -> Callable[[], Any]:
-    """Reads a parameter, buffer or attribute on the live module at each call: FSDP2 swaps them."""
-    if origin.kind == "const":
-        value = consts[origin.name]
-        return lambda: value
-    assert live is not None
-    module, name = live.get_submodule(origin.module), origin.name
-    if origin.kind == "attr":
-        return lambda: module.__dict__[name]
-    store = module._parameters if origin.kind == "param" else module._buffers
-    return lambda: store[name]
 
 
 def _through_module(

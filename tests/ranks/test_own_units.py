@@ -213,3 +213,34 @@ def in_bf16(rank: Rank, units: str, output: Any) -> None:
 @pytest.mark.parametrize("units", ["projection", "both in one"])
 def test_mixed_precision(units: str, output: Any) -> None:
     run_on_ranks(in_bf16, units, output, n=2)
+
+
+class ReadsWeights(Titan):
+    """Another module's weights are in the loss; `at` tells whose."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at = at
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:
+        logits = super().forward(ids)
+        weight = self.get_submodule(self.at).weight
+        return mean(logits / weight.square().mean(), targets), logits
+
+
+def read_elsewhere(rank: Rank, units: str, at: str) -> str:
+    from autosp_dtensor.errors import UsageError
+
+    ids = models.random_ids()
+    split = sharded(ReadsWeights(at), rank.mesh(dp=1, sp=2), units)
+    with pytest.raises(UsageError, match="where FSDP2 has not gathered it") as error:
+        split(ids, targets_of("uneven", ids))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("units", "at"), [("projection", "output"), ("both in one", "norm"), ("both", "norm")]
+)
+def test_weights_of_a_unit_read_outside_of_its_call_are_refused(units: str, at: str) -> None:
+    for text in run_on_ranks(read_elsewhere, units, at, n=2):
+        assert f"{at}.weight" in text

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from tests import models
 from tests.compare import assert_same_as_one_device, compare, dp_index, gather, one_device
@@ -266,3 +267,68 @@ def two_models(rank: Rank) -> None:
 
 def test_two_models_with_different_meshes_in_one_process() -> None:
     run_on_ranks(two_models)
+
+
+class WithDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = models.build_t()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.model(ids).logits)
+
+
+def inside_saved_hooks(rank: Rank, options: dict[str, Any]) -> None:
+    """Hooks on saved tensors are for what a call computes: a first call, which is traced, saves
+    what the later ones save."""
+    import autosp_dtensor as autosp
+    from tests.losses import mean
+
+    mesh = rank.mesh(dp=1, sp=2)
+    ids = models.random_ids()
+    targets = ids.roll(-1, 1)
+    plain, split = WithDropout(), autosp.parallelize(WithDropout(), mesh, **options)
+    loss = autosp.parallelize(mean, mesh, **options)
+    saved: list[list[str]] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved[-1].append(f"{type(x).__name__} {tuple(x.shape)}")
+        return x
+
+    def step(around: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        around(lambda: loss(split(ids), targets)).backward()
+        autosp.sync_gradients(split)
+        grads = {name: p.grad.clone() for name, p in split.named_parameters() if p.grad is not None}
+        split.zero_grad()
+        return grads
+
+    def checkpointed(call: Any) -> Any:
+        return checkpoint(call, use_reentrant=False)
+
+    def counted(call: Any) -> Any:
+        saved.append([])
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            return call()
+
+    first, again = step(checkpointed), step(checkpointed)
+    want = step(lambda call: call())
+    assert first.keys() == again.keys() == want.keys() == dict(plain.named_parameters()).keys()
+    for name, grad in want.items():
+        torch.testing.assert_close(first[name], grad, rtol=0, atol=0)
+        torch.testing.assert_close(again[name], grad, rtol=0, atol=0)
+
+    split = autosp.parallelize(WithDropout(), mesh, **options)
+    loss = autosp.parallelize(mean, mesh, **options)
+    for _ in range(2):
+        step(counted)
+    assert saved[0] == saved[1]
+    assert not any("Fake" in kind for kind in saved[0])
+
+
+@pytest.mark.parametrize("kept", ["none", "sequence", "full"])
+@pytest.mark.parametrize("tile", [3, "none"])
+def test_checkpoint_of_the_users_around_a_call(kept: str, tile: Any) -> None:
+    run_on_ranks(inside_saved_hooks, {"checkpoint": kept, "tile": tile}, n=2)

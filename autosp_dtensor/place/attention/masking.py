@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
 
-from ...graph import arg_nodes, facts, short_name
+from ...graph import arg_nodes, exact, facts, short_name
 from ..insert import add_call, bind
 from ..masks import (
     Pattern,
@@ -88,13 +87,10 @@ class MaskSearch:
 def _signature(mask: TileMask) -> Any:
     number = {node: k for k, node in enumerate(mask.root.graph.nodes)}
 
-    def numbered(value: Any) -> Any:
-        return f"%{number[value]}" if isinstance(value, Node) else value
-
     def of(node: Node) -> Any:
-        args, kwargs = map_aggregate((node.args, node.kwargs), numbered)
         called = node.target if node.op == "call_function" else node.op
-        return called, repr(args), repr(kwargs), facts(node).outs
+        args = exact((node.args, node.kwargs), lambda used: ("node", number[used]))
+        return called, args, facts(node).outs
 
     return number[mask.root], mask.product is None, tuple(of(node) for node in number)
 
