@@ -52,7 +52,10 @@ class _Kept:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Kept:
-        return _Kept(tensor, version_of(tensor))
+        # An operation's own result comes with its graph, which would then hold itself: nodes are
+        # out of reach of Python's collector. What is detached counts changes with the tensor.
+        own = tensor if tensor.is_leaf else tensor.detach()
+        return _Kept(own, version_of(tensor))
 
     def unchanged(self) -> torch.Tensor:
         changes = version_of(self.tensor) - self.version

@@ -209,7 +209,7 @@ def _measured(setting: Setting, length: int, fake: bool, history: bool) -> Step:
                 fully_shard(model.get_submodule(path), mesh=around, mp_policy=policy)
             fully_shard(model, mesh=around, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-        # Traces. With its backward: else the root stays gathered, and host memory taken.
+        # Traces. With its backward: else the root stays gathered.
         backward_under_modes(model(**inputs).loss)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

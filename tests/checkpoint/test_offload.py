@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -218,14 +219,34 @@ def test_forwards_before_their_backwards(turned: bool, mesh: DeviceMesh) -> None
     assert_equal(gradients(model), plain(mesh, "sequence", 3))
 
 
-def test_a_dropped_loss_takes_nothing_along(mesh: DeviceMesh) -> None:  # noqa: F811
-    model, host = made(mesh, checkpoint="sequence", offload=LARGE)
+@pytest.mark.parametrize("limit", [LARGE, 10 * HIDDEN, HIDDEN, 1, None])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dropped_loss_takes_nothing_along(
+    mode: str,
+    limit: int | None,
+    mesh: DeviceMesh,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither the host's memory nor the device's, whatever is kept of results, and where."""
+    frames: list[weakref.ref[Frame]] = []
+    make = Frame.__init__
+
+    def noted(self: Frame, *args: Any) -> None:
+        make(self, *args)
+        frames.append(weakref.ref(self))
+
+    monkeypatch.setattr(Frame, "__init__", noted)
+    offload: dict[str, Any] = {} if limit is None else {"offload": limit}
+    model = autosp.parallelize(model_t(), mesh, checkpoint=MODES[mode], **offload)
+    host = forward_of(model).host  # type: ignore[union-attr]
     gc.disable()  # by reference counts alone: nothing waits for a collection
     try:
         loss = model(IDS, LABELS).loss
-        assert host.now > 0
+        assert host is None or (host.now > 0) == (host.limit > 1)
+        assert len(frames) == (0 if mode in ("none", "auto") and limit is None else LAYERS)
         del loss
-        assert host.now == 0
+        assert host is None or host.now == 0
+        assert [ref() for ref in frames] == [None] * len(frames)
     finally:
         gc.enable()
 
