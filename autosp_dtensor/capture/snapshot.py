@@ -55,7 +55,7 @@ class Watch:
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._cells: list[tuple[Any, Any]] = []
         self._bound: list[tuple[dict[str, Any], str, Any]] = []
-        self._codes: set[Any] = set()
+        self._functions: dict[tuple[int, type | None], Any] = {}
         self._seen: set[int] = set()
 
     def add(self, module: nn.Module, name: str) -> None:
@@ -74,9 +74,9 @@ class Watch:
         dicts and simple objects of them; and those of what it calls in its own module and class.
         """
         code = getattr(function, "__code__", None)
-        if code is None or code in self._codes:
+        if code is None or (id(function), owner) in self._functions:
             return
-        self._codes.add(code)
+        self._functions[id(function), owner] = function  # others may share its code
         names = function.__globals__
         for name in code.co_names:
             if name in names:

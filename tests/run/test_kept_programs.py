@@ -176,3 +176,32 @@ def test_masks_keep_nothing_alive() -> None:
     held = weakref.ref(leaf)
     del leaf
     assert held() is None
+
+
+def scaled_layer() -> tuple[type[nn.Module], Callable[[float], None]]:
+    """A class whose forward reads a variable around it, and what sets that."""
+    scale = 1.0
+
+    def put(value: float) -> None:
+        nonlocal scale
+        scale = value
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * scale
+
+    return Layer, put
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_variables_around_each_function_of_one_code_are_watched(
+    mesh: DeviceMesh, which: int
+) -> None:
+    """Classes that one factory made share the code of their forward, not its variables."""
+    made = [scaled_layer(), scaled_layer()]
+    model = Model(lambda m, x: m.second(m.first(x)))
+    model.first, model.second = (cls() for cls, _ in made)
+    model = autosp.parallelize(model, mesh)
+    before = whole(model(IDS))
+    made[which][1](3.0)
+    torch.testing.assert_close(whole(model(IDS)), before * 3)
