@@ -26,6 +26,7 @@ __all__ = [
     "facts",
     "given",
     "meta_of",
+    "parents",
     "result_nodes",
     "set_facts",
     "short_name",
@@ -63,6 +64,12 @@ class Scope:
 
     path: str
     call: int
+
+
+def parents(path: str) -> list[str]:
+    """Paths of the modules around one, from the outside in, without the root."""
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 @dataclass(frozen=True)

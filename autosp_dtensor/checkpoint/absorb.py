@@ -6,7 +6,6 @@ for one tile only if the loss is made where they are.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 
 from torch.fx import Graph, Node
@@ -17,6 +16,7 @@ from ..graph import Scope, facts
 from ..lower import Collective, LoweredBlock
 from .chains import WIDER, is_token_wise, members_of, unit_of
 from .operands import local_bytes
+from .order import in_order
 from .tile import LEAST_BYTES
 
 __all__ = ["absorb"]
@@ -36,10 +36,10 @@ def absorb(graph: Graph, regions: set[str], barred: set[str], tile: str | int) -
     Returns:
         operations that run inside of regions that they do not stand in, and which those are.
     """
-    if tile == "none":
-        return {}
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     within = {n: tuple(s for s in facts(n).scope if s.path in regions) for n in nodes}
+    if tile == "none" or not any(within.values()):
+        return {}
     least = 1 if isinstance(tile, int) else LEAST_BYTES
     moved: dict[Node, Chain] = {}
     for sizes in dict.fromkeys(s for s in map(is_token_wise, nodes) if s is not None):
@@ -109,34 +109,19 @@ def _in_order(nodes: Iterable[Node], within: dict[Node, Chain], depth: int) -> l
     order is there.
     """
     units: dict[Node | Scope, list[Node]] = {}
-    unit_of_node: dict[Node, Node | Scope] = {}
+    unit_of: dict[Node, Node | Scope] = {}
     for node in nodes:
         chain = within[node]
-        unit = chain[depth] if len(chain) > depth else node
-        units.setdefault(unit, []).append(node)
-        unit_of_node[node] = unit
-    number = {unit: k for k, unit in enumerate(units)}
+        unit_of[node] = chain[depth] if len(chain) > depth else node
+        units.setdefault(unit_of[node], []).append(node)
     takes = {
-        unit: {unit_of_node[n] for node in group for n in node.all_input_nodes if n in unit_of_node}
-        - {unit}
+        unit: {unit_of[n] for node in group for n in node.all_input_nodes if n in unit_of} - {unit}
         for unit, group in units.items()
     }
-    users: dict[Node | Scope, list[Node | Scope]] = {unit: [] for unit in units}
-    for unit, taken in takes.items():
-        for each in taken:
-            users[each].append(unit)
-    missing = {unit: len(taken) for unit, taken in takes.items()}
-    every = list(units)
-    ready = [number[unit] for unit in every if not missing[unit]]
     ordered: list[Node] = []
-    while ready:
-        unit = every[heapq.heappop(ready)]
+    for unit in in_order(takes):
         inner = [unit] if isinstance(unit, Node) else _in_order(units[unit], within, depth + 1)
         if inner is None:
             return None
         ordered += inner
-        for user in users[unit]:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, number[user])
-    return ordered if len(ordered) == len(unit_of_node) else None
+    return ordered if len(ordered) == len(unit_of) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import heapq
 import operator
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ from ..lower import Call, Region, verify_lowered
 from .chains import Chain, find_chains, is_convex
 from .choose import Policy
 from .defer import defer_results
+from .order import in_order
 from .record import record
 from .tile import LEAST_BYTES, make_tile, tile_count
 
@@ -136,18 +136,8 @@ def contract(graph: Graph, chain: Chain, count: int) -> Node:
 
 def sort_graph(graph: Graph) -> None:
     """Nodes after what they take; otherwise in the order that they have."""
-    nodes = list(graph.nodes)
-    number = {node: k for k, node in enumerate(nodes)}
-    missing = {node: len(node.all_input_nodes) for node in nodes}
-    ready = [number[node] for node in nodes if not missing[node]]
-    heapq.heapify(ready)
-    end = nodes[-1]
-    while ready:
-        node = nodes[heapq.heappop(ready)]
+    end = next(n for n in graph.nodes if n.op == "output")
+    for node in in_order({node: node.all_input_nodes for node in graph.nodes}):
         if node is not end:
             end.prepend(node)
-        for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, number[user])
     graph.lint()

@@ -24,6 +24,7 @@ from ..checkpoint import (
     tile_run_again,
 )
 from ..errors import MeshError, PlacementError
+from ..graph import parents
 from ..lower import cut_regions, lower
 from ..place import place
 from ..place.seeds import find_sequences, seed_inputs
@@ -100,12 +101,7 @@ def block_paths(live: nn.Module | None) -> set[str]:
     lists = [p for p, m in live.named_modules() if isinstance(m, nn.ModuleList)]
     paths = [f"{p}.{name}".lstrip(".") for p in lists for name in live.get_submodule(p)._modules]
     found = set(paths)
-    return {p for p in paths if not any(outer in found for outer in _parents(p))}
-
-
-def _parents(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
+    return {p for p in paths if not any(outer in found for outer in parents(p))}
 
 
 def region_paths(live: nn.Module | None, checkpointed: set[str]) -> set[str]:

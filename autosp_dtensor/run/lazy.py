@@ -20,7 +20,7 @@ from ..autocast import autocast_state, under
 from ..capture import Call
 from ..checkpoint import Deferred, Later
 from ..errors import UsageError
-from ..graph import Meta, Origin, describe, facts
+from ..graph import Meta, Origin, describe, facts, parents
 from ..lazy_dtensor import LazyDTensor
 from ..place.refuse import first_gradient_alone
 from ..placement import Shard
@@ -131,8 +131,7 @@ def _around(origins: tuple[Origin | None, ...], live: nn.Module | None) -> list[
     paths = [""]
     for origin in origins:
         if origin is not None and origin.kind == "param" and origin.module:
-            parts = origin.module.split(".")
-            paths += [".".join(parts[: k + 1]) for k in range(len(parts))]
+            paths += [*parents(origin.module), origin.module]
     modules = [live.get_submodule(path) for path in dict.fromkeys(paths)]
     return [module for module in modules if fsdp_policy(module) is not None]
 

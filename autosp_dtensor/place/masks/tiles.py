@@ -79,8 +79,7 @@ class TileMask:
         self._text = _text(root, product)
 
     def __repr__(self) -> str:
-        """All that it computes: calls with equal texts are taken for equal, in blocks and by
-        ranks."""
+        """All that it computes: ranks compare it."""
         return self._text
 
     def values(
