@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-import time
 import warnings
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from steps import llama, seconds
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,30 +26,10 @@ import autosp_dtensor as autosp
 MODES = ("none", "sequence", "full")
 
 
-def llama(width: int, layers: int, length: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 32, num_key_value_heads=width // 32, use_cache=False,
-        max_position_embeddings=length,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
 def attention_share(width: int, length: int) -> float:
     """Of a block's FLOPs: causal scores and their product with V, 2 S d a token; 26 d^2 of
     projections (4 d^2 around attention, 9 d^2 in the MLP, each twice)."""
     return 2 * length * width / (2 * length * width + 26 * width**2)
-
-
-def seconds(model: nn.Module, ids: torch.Tensor) -> float:
-    start = time.process_time()
-    model(input_ids=ids, labels=ids).loss.backward()
-    taken = time.process_time() - start
-    model.zero_grad()
-    return taken
 
 
 def main() -> None:
@@ -66,7 +45,14 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("sp",))
-    plain = llama(given.width, given.layers, given.length)
+    plain = llama(
+        vocab_size=256,
+        hidden_size=given.width,
+        intermediate_size=3 * given.width,
+        num_hidden_layers=given.layers,
+        num_attention_heads=given.width // 32,
+        max_position_embeddings=given.length,
+    )
     models = {m: autosp.parallelize(copy.deepcopy(plain), mesh, checkpoint=m) for m in MODES}
     ids = torch.randint(0, 256, (1, given.length))
     share = attention_share(given.width, given.length)

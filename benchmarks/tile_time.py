@@ -14,39 +14,18 @@ import copy
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from steps import llama, seconds
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autosp_dtensor as autosp
 
 MODES = ("none", "auto")
-
-
-def llama(vocabulary: int, length: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=256, intermediate_size=768, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=8, use_cache=False,
-        max_position_embeddings=length,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def seconds(model: nn.Module, ids: torch.Tensor) -> float:
-    start = time.process_time()
-    model(input_ids=ids, labels=ids).loss.backward()
-    taken = time.process_time() - start
-    model.zero_grad()
-    return taken
 
 
 def main() -> None:
@@ -62,7 +41,14 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("sp",))
-    plain = llama(given.vocabulary, given.length)
+    plain = llama(
+        vocab_size=given.vocabulary,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        max_position_embeddings=given.length,
+    )
     ids = torch.randint(0, 256, (1, given.length))
     if given.memory:
         seconds(autosp.parallelize(plain, mesh, tile=given.memory), ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,20 +13,14 @@ from torch import Tensor
 import autosp_dtensor as autosp
 from autosp_dtensor.errors import PlacementError, UsageError
 from autosp_dtensor.place.register import parse_spec
-from autosp_dtensor.place.table import USER_RULES
 from tests.simulate import assert_program_equals_whole, lowered
+from tests.user_rules import rules_are_put_back
+
+__all__ = ["rules_are_put_back"]
 
 IDS = torch.randint(16, (2, 12), generator=torch.Generator().manual_seed(3))
 TABLE = torch.randn(16, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TABLE.requires_grad_()
-
-
-@pytest.fixture(autouse=True)
-def rules_are_put_back() -> Iterator[None]:
-    before = dict(USER_RULES)
-    yield
-    USER_RULES.clear()
-    USER_RULES.update(before)
 
 
 def model(function: Any) -> Any:

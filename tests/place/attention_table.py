@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tests import reference_attention
+from tests.place import positions
 
 LENGTH, SIZE, WIDTH = 9, 2, 6
 DOCUMENTS = torch.tensor([[0] * 2 + [1] * 6 + [2], [0] * 5 + [1] + [2] * 3])
@@ -20,16 +22,9 @@ PADDING = torch.tensor([[1] * 7 + [0] * 2, [0] * 3 + [1] * 6]).bool()
 INF = float("inf")
 
 
-def q_at() -> Tensor:
-    return torch.arange(LENGTH)[:, None]
-
-
-def k_at() -> Tensor:
-    return torch.arange(LENGTH)[None, :]
-
-
-def causal() -> Tensor:
-    return k_at() <= q_at()
+q_at, k_at, causal = (
+    functools.partial(each, LENGTH) for each in (positions.q_at, positions.k_at, positions.causal)
+)
 
 
 def itself() -> Tensor:

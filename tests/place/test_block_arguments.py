@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 import autosp_dtensor as autosp
 from autosp_dtensor.graph import exact
-from autosp_dtensor.place.table import USER_RULES
 from tests.compare import assert_same_as_one_device
 from tests.pool import Rank, run_on_ranks
 from tests.simulate import assert_program_equals_whole
+from tests.user_rules import rules_are_put_back
+
+__all__ = ["rules_are_put_back"]
 
 WIDTH, LENGTH = 8, 9
 INT: Any = np.int64  # torch takes it, its annotations do not
@@ -86,14 +88,6 @@ class Scaled(torch.autograd.Function):
 
 def scaled(x: Tensor, config: Any) -> Tensor:
     return x * _factor(config)
-
-
-@pytest.fixture(autouse=True)
-def rules_are_put_back() -> Iterator[None]:
-    before = dict(USER_RULES)
-    yield
-    USER_RULES.clear()
-    USER_RULES.update(before)
 
 
 class Layer(nn.Module):

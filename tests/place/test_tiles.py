@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from autosp_dtensor.graph import facts
 from autosp_dtensor.place.masks import tiles
 from autosp_dtensor.place.masks.frame import Rect
 from tests.pieces import glue
+from tests.place import positions
 from tests.simulate import Lowered, Ranks, assert_program_equals_whole, lowered
 
 LENGTH = 13
@@ -27,16 +29,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE", 4)
 
 
-def q_at() -> Tensor:
-    return torch.arange(LENGTH)[:, None]
-
-
-def k_at() -> Tensor:
-    return torch.arange(LENGTH)[None, :]
-
-
-def causal() -> Tensor:
-    return k_at() <= q_at()
+q_at, k_at, causal = (
+    functools.partial(each, LENGTH) for each in (positions.q_at, positions.k_at, positions.causal)
+)
 
 
 def documents(d: Tensor) -> Tensor:

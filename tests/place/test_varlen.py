@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from autosp_dtensor.errors import UsageError
 from autosp_dtensor.place.masks import Runs, tiles, varlen
+from tests.place import positions
 from tests.place.varlen import flash_attn_here
 from tests.simulate import Lowered, Ranks, assert_program_equals_whole, lowered
 
@@ -33,16 +35,9 @@ Mask = Callable[..., Tensor]
 Fixture = list[tuple[int, int]]
 
 
-def q_at() -> Tensor:
-    return torch.arange(LENGTH)[:, None]
-
-
-def k_at() -> Tensor:
-    return torch.arange(LENGTH)[None, :]
-
-
-def causal() -> Tensor:
-    return k_at() <= q_at()
+q_at, k_at, causal = (
+    functools.partial(each, LENGTH) for each in (positions.q_at, positions.k_at, positions.causal)
+)
 
 
 def same(d: Tensor) -> Tensor:

@@ -66,6 +66,12 @@ def same_gradients(split: nn.Module, whole: nn.Module, note: Any = "") -> None:
         )
 
 
+def stepped(optimizers: list[torch.optim.SGD]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def tiles_of(model: nn.Module) -> list[str]:
     """Where the tiles of a model's program stand."""
     import autosp_dtensor as autosp
@@ -106,9 +112,7 @@ def outside(rank: Rank, units: str, reshard: bool, make: Callable[..., Any]) -> 
             total.backward()
         torch.testing.assert_close(got.full_tensor(), want)
         same_gradients(split, whole, step)
-        for optimizer in steps:
-            optimizer.step()
-            optimizer.zero_grad()
+        stepped(steps)
     late = split(ids)
     loss(split(ids), targets).backward()
     steps[1].step()
@@ -152,9 +156,7 @@ def inside(rank: Rank, units: str, make: Callable[..., Any]) -> list[str]:
         got.backward()
         torch.testing.assert_close(logits.full_tensor(), wanted)
         same_gradients(split, whole, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        stepped(optimizers)
     with torch.no_grad():
         torch.testing.assert_close(split(ids, targets)[0], whole(ids, targets)[0])
     return tiles_of(split)
