@@ -171,9 +171,11 @@ def exact(value: Any, of_node: Callable[[Node], Any] = lambda node: node) -> Any
         return kind, repr(value)
     if isinstance(value, slice):
         return kind, *(exact(part, of_node) for part in (value.start, value.stop, value.step))
-    if kind in (list, tuple, torch.Size) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+    if isinstance(value, list):  # of any kind: fx has its own
+        return list, *(exact(each, of_node) for each in value)
+    if kind in (tuple, torch.Size) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
         return kind, *(exact(each, of_node) for each in value)
-    if isinstance(value, dict):  # of any kind: fx has its own
+    if isinstance(value, dict):
         return dict, *((exact(k), exact(each, of_node)) for k, each in value.items())
     if is_dataclass(kind) and kind.__dataclass_params__.frozen and hasattr(value, "__dict__"):  # pyright: ignore[reportAttributeAccessIssue]
         return kind, *((k, exact(each, of_node)) for k, each in vars(value).items())

@@ -69,7 +69,7 @@ def refuse_kept(made: list[Made], name: str) -> None:
     left = [each for each in made if each.tensor() is not None]
     tensors = [each.tensor() for each in left]
     holders: dict[int, str] = {}
-    for holder in gc.get_referrers(*tensors) if tensors else ():
+    for holder in _referrers(tensors) if tensors else ():
         if holder is not tensors:
             for held in gc.get_referents(holder):
                 holders.setdefault(id(held), type(holder).__name__)
@@ -93,3 +93,16 @@ def refuse_kept(made: list[Made], name: str) -> None:
 
 
 _SHOWN = 3
+
+
+def _referrers(tensors: list[Any]) -> list[Any]:
+    """What holds one of them; also where the user has frozen it, as the collector then looks at no
+    object that is there now."""
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    try:
+        return gc.get_referrers(*tensors)
+    finally:
+        if frozen:
+            gc.freeze()

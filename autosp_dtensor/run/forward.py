@@ -28,8 +28,9 @@ log = logging.getLogger("autosp_dtensor")
 _MANY = 16
 
 
-def _as_it_is(saved: Any) -> Any:
-    return saved
+def _for_nobody(saved: Any) -> Any:
+    """Nothing that is run without data has a backward; an output that is saved as it is would keep
+    itself, its graph and the whole trace alive."""
 
 
 class Forward:
@@ -115,7 +116,7 @@ class Forward:
             check_devices(call, live, self.mesh)
             # A plan runs on tensors without data. The user's hooks on saved tensors (a checkpoint
             # around the call) are for what runs, not for the trace.
-            with unset_fake_temporarily(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            with unset_fake_temporarily(), saved_tensors_hooks(_for_nobody, _for_nobody):
                 program = build(call, self.mesh, self.options, self.host)
         except Exception as error:
             if self.options.check_ranks:

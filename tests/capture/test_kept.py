@@ -97,6 +97,15 @@ def test_wherever_a_tensor_is_kept_it_is_found(name: str) -> None:
     assert f"\n  have  {have}" in refused(body)
 
 
+def test_what_the_user_has_frozen_is_looked_at_as_well() -> None:
+    gc.freeze()
+    try:
+        assert "held by a list" in refused(lambda m, x: LOSSES.append(x.exp()) or x)
+        assert gc.get_freeze_count(), "frozen as before"
+    finally:
+        gc.unfreeze()
+
+
 def test_input_that_is_kept_is_refused_as_well() -> None:
     def call(x: Tensor) -> Tensor:
         LOSSES.append(x)

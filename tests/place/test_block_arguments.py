@@ -116,6 +116,27 @@ class Apart(nn.Module):
         return (x * torch.arange(LENGTH)[:, None]).pow(2).sum(), x
 
 
+ALIKE: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "number": lambda x, c: x * 2.0,
+    "list of tensors": lambda x, c: torch.cat([-x, x], -1)[..., :WIDTH],
+    "list of numbers": lambda x, c: x.sum([-1], keepdim=True),
+    "tuple": lambda x, c: x.transpose(*(1, 2)).permute((0, 2, 1)),
+    "size": lambda x, c: x.reshape(torch.Size([*x.shape[:2], 2, 4])).reshape(x.shape),
+    "slices": lambda x, c: F.pad(x[:, :, ..., None, 1:, None][..., 0].squeeze(2), [1, 0]),
+    "dtype": lambda x, c: x.to(torch.float32, memory_format=torch.preserve_format).double(),
+    "named": lambda x, c: F.gelu(input=x, approximate="tanh"),
+    "several results": lambda x, c: torch.cat(x.split([3, 5], dim=-1), -1),
+}
+
+
+@pytest.mark.parametrize("call", ALIKE.values(), ids=ALIKE)
+def test_layers_with_equal_arguments_are_one_block(call: Callable[..., Tensor]) -> None:
+    """Else each layer would be placed and compiled on its own, and the time grow with them."""
+    root = assert_program_equals_whole(Apart(call), (IDS,), 2).root
+    paths = {path: region for path, region in root.walk() if path.startswith("layers.")}
+    assert len(paths) == 3 and len(set(map(id, paths.values()))) == 1
+
+
 CONFIGS = {"silent": Silent, "unshown": Unshown, "uncompared": Uncompared, "named": Named,
            "long": Long.of}  # fmt: skip
 NUMBERS: dict[str, Callable[[Tensor, float], Tensor]] = {

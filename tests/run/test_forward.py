@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import autosp_dtensor as autosp
 from autosp_dtensor.api import forward_of
-from tests.run.one_rank import IDS, Model, same, whole
+from autosp_dtensor.capture import kept
+from tests.run.fake_group import fake_mesh
+from tests.run.one_rank import IDS, Model, programs, same, whole
 
 # -- the module stays what it was ------------------------------------------------------------------
 
@@ -41,6 +45,30 @@ def test_result_on_one_rank_is_bit_equal_and_so_are_gradients(mesh: DeviceMesh) 
     for got, want in zip(model.parameters(), reference.parameters(), strict=True):
         if want.grad is not None:
             assert torch.equal(got.grad, want.grad)
+
+
+SAVED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "output": lambda m, x: m.linear(x).exp(),
+    "several": lambda m, x: m.linear(x).softmax(-1).rsqrt() * m.dropout(x).sigmoid(),
+    "attention": lambda m, x: F.scaled_dot_product_attention(m.linear(x), x, x),
+    "loss": lambda m, x: F.cross_entropy(m.linear(x).flatten(0, 1), IDS.flatten() % 8),
+    "checkpoint": lambda m, x: checkpoint(lambda y: m.linear(y).exp(), x, use_reentrant=False),
+    "write": lambda m, x: m.linear(x).mul_(2).exp_(),
+}
+
+
+@pytest.mark.parametrize("body", SAVED.values(), ids=SAVED)
+@pytest.mark.parametrize("sp", [1, 2])
+def test_no_tensor_of_the_trace_outlives_it(
+    body: Callable[[Any, Tensor], Tensor], sp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever autograd saves. What is left would be searched for holders in all of the process."""
+    looked = []
+    monkeypatch.setattr(kept, "_referrers", lambda tensors: looked.append(tensors) or [])
+    with fake_mesh(sp) as group:
+        model = autosp.parallelize(Model(body), group)
+        model(IDS)
+    assert programs(model) == 1 and not looked
 
 
 def test_function_is_replaced_by_a_new_one(mesh: DeviceMesh) -> None:
