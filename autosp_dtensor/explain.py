@@ -35,7 +35,7 @@ def explain_program(program: Program) -> str:
         known, gone = found.kept_bytes(), set()
         whole, choice = sum(known.values()), program.policy.of(region)
         kept += (whole if choice is None else choice.bytes) * len(places)
-        if choice is not None and choice.keep is not None:
+        if choice is not None:
             stays = {found.nodes[k] for k in choice.keep}
             known = {node: size for node, size in known.items() if node in stays}
             gone = {found.nodes[k] for k in choice.moves}
@@ -68,11 +68,14 @@ def _inside(node: Node) -> list[str]:
 def _kept_lines(choice: Choice | None, region: Region, whole: int) -> list[str]:
     if choice is None:
         return [f"  keeps {size_text(whole)} for backward"]
-    sends = sum(_sends(list(region.graph.nodes)[k]) for k in choice.again)
+    runs = [k for stage in choice.stages.each for k in stage.again]
+    sends = sum(_sends(list(region.graph.nodes)[k]) for k in runs)
     more = f", {sends} of them collectives" if sends else ""
+    if twice := len(runs) - len(set(runs)):
+        more += f"; {twice} of them once more for a later stage"
     lines = [
         f"  keeps {size_text(choice.bytes)} of {size_text(whole)} for backward",
-        f"  {len(choice.again)} operations run again{more}",
+        f"  {len(set(runs))} operations run again{more}",
     ]
     if choice.moves:
         taken = choice.moved - choice.inside

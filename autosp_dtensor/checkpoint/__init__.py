@@ -1,7 +1,7 @@
 """What backward keeps of a region, and what it computes again, by the length of the sequence."""
 
 from .absorb import absorb
-from .choose import MODES, Checkpoint, Choice, Policy, needed, policy_of, whole_bytes
+from .choose import MODES, Checkpoint, Choice, Policy, asked, policy_of, whole_bytes
 from .cost import DEVICES, Device, flops_of, seconds_of
 from .defer import Deferred, Later, open_inputs
 from .frame import Frame, Recompute
@@ -9,6 +9,7 @@ from .host import Host
 from .offload import moving_inputs, offloading
 from .peak import backward_peak
 from .record import Record, record, run_fake
+from .stages import Stages, meets_others, needed
 from .tile import Tile
 from .tiling import tile_chains, tile_free, tile_run_again
 
@@ -25,10 +26,13 @@ __all__ = [
     "Policy",
     "Recompute",
     "Record",
+    "Stages",
     "Tile",
     "absorb",
+    "asked",
     "backward_peak",
     "flops_of",
+    "meets_others",
     "moving_inputs",
     "needed",
     "offloading",

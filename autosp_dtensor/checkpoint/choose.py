@@ -7,6 +7,7 @@ length of the sequence, a projection's does not: at long S attention is kept fir
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -17,8 +18,10 @@ from ..capture.targets import Opaque
 from ..errors import UsageError
 from ..graph import short_name
 from ..lower import Call, Collective, Region
-from .cost import DEVICES, Device, is_attention, is_product, seconds_of
+from .cost import DEVICES, Device, is_attention, is_product
+from .cuts import FREE, lower_cuts, seconds_again
 from .record import Record, record
+from .stages import Cut, Stages, staged
 from .tile import Tile
 
 __all__ = [
@@ -29,11 +32,12 @@ __all__ = [
     "asked",
     "choice_of",
     "kept_bytes",
+    "least",
     "name_of",
-    "needed",
     "policy_of",
     "steps",
     "whole_bytes",
+    "with_cuts",
 ]
 
 _GROUPS = {
@@ -76,18 +80,22 @@ class Checkpoint:
 class Choice:
     """What is kept of one region, what that takes in bytes, and what running the rest again takes.
 
-    keep: None where nothing runs again and nothing moves. moves: operations and inputs whose memory
-    goes to the host. moved: its bytes, of which `inside` were made in the region.
+    stages: in which the rest runs again. moves: operations and inputs whose memory goes to the
+    host. moved: its bytes, of which `inside` were made in the region.
     """
 
-    keep: frozenset[int] | None
-    hold: frozenset[int] = frozenset()
-    again: frozenset[int] = frozenset()
+    keep: frozenset[int]
+    stages: Stages
     bytes: int = 0
     seconds: float = 0.0
     moves: frozenset[int] = frozenset()
     moved: int = 0
     inside: int = 0
+
+    @property
+    def again(self) -> frozenset[int]:
+        """Operations that run again, in whichever stage."""
+        return self.stages.again
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,8 @@ class Policy:
     mode: str = "none"
     choices: dict[Region, Choice] = field(default_factory=dict)
     device: Device = DEVICES["cpu"]
+    seconds: float = 0.0  # of a step, beyond one that keeps all on the device
+    fits: bool = True
 
     @property
     def moves(self) -> bool:
@@ -105,8 +115,7 @@ class Policy:
 
     def of(self, region: Region) -> Choice | None:
         """The choice for a region that is in part run again, else None."""
-        found = self.choices.get(region)
-        return None if found is None or found.keep is None else found
+        return self.choices.get(region)
 
 
 def fixed(node: Node) -> bool:
@@ -119,43 +128,18 @@ def fixed(node: Node) -> bool:
     return isinstance(target, Call) or (isinstance(target, Opaque) and isinstance(target.func, Tap))
 
 
-def needed(
-    nodes: list[Node], keep: Iterable[int], wanted: Iterable[int]
-) -> tuple[frozenset[int], frozenset[int]]:
-    """(operations to run again so that `wanted` are had, kept ones whose results those take)."""
-    number = {node: k for k, node in enumerate(nodes)}
-    keep = frozenset(keep)
-    again: set[int] = set()
-    hold: set[int] = set()
-    todo = list(wanted)
-    while todo:
-        at = todo.pop()
-        if at in again or nodes[at].op == "placeholder":
-            continue
-        again.add(at)
-        for each in nodes[at].all_input_nodes:
-            taken = number[each]
-            if each.op == "placeholder":
-                continue
-            if taken in keep:
-                hold.add(taken)
-            else:
-                todo.append(taken)
-    return frozenset(again), frozenset(hold)
-
-
-def choice_of(found: Record, keep: Iterable[int], device: Device) -> Choice:
+def choice_of(
+    found: Record, keep: Iterable[int], device: Device, cuts: Iterable[Cut] = ()
+) -> Choice:
     """What keeping the memory of these operations comes to."""
-    always = {k for k, node in enumerate(found.nodes) if fixed(node)}
-    keep = frozenset(keep) | always
-    wanted = {
-        saved.by if saved.own else saved.of
-        for saved in found.saved
-        if saved.of is not None and saved.of not in keep
-    }
-    again, hold = needed(found.nodes, keep, wanted)
-    seconds = sum(seconds_of(found.nodes[k], device) for k in again)
-    return Choice(keep, hold, again, kept_bytes(found, keep, hold), seconds)
+    keep = always(found) | frozenset(keep)
+    stages = staged(found, keep, cuts)
+    seconds = seconds_again(found, stages, device)
+    return Choice(keep, stages, kept_bytes(found, keep, stages.hold), seconds)
+
+
+def always(found: Record) -> frozenset[int]:
+    return frozenset(k for k, node in enumerate(found.nodes) if fixed(node))
 
 
 def kept_bytes(found: Record, keep: frozenset[int], hold: frozenset[int]) -> int:
@@ -172,7 +156,12 @@ def whole_bytes(found: Record) -> int:
 
 
 def policy_of(
-    regions: dict[Region, int], mode: str | Checkpoint, device: Device, budget: int | None = None
+    regions: dict[Region, int],
+    mode: str | Checkpoint,
+    device: Device,
+    budget: int | None = None,
+    *,
+    cut: bool = False,
 ) -> Policy:
     """A choice for each region.
 
@@ -180,16 +169,18 @@ def policy_of(
         regions: how often each stands in the program.
         mode: "none", "full", "sequence", "auto" or a Checkpoint.
         budget: bytes that all regions together may keep, for "auto"; None: as much as they do.
+        cut: "auto" has values again in stages, as "full" does, also where that takes time.
     """
     if mode == "none" or (mode == "auto" and budget is None):
         return Policy("none", device=device)
     found = {region: record(region) for region in regions}
     if mode == "auto":
         assert budget is not None
-        return Policy("auto", _within(found, regions, device, budget), device)
-    return Policy(
-        name_of(mode), {r: asked(each, mode, device) for r, each in found.items()}, device
-    )
+        choices, left = _within(found, regions, device, budget, cut)
+    else:
+        choices, left = {r: asked(each, mode, device) for r, each in found.items()}, 0
+    seconds = sum(choice.seconds * regions[r] for r, choice in choices.items())
+    return Policy(name_of(mode), choices, device, seconds, left >= 0)
 
 
 def name_of(mode: str | Checkpoint) -> str:
@@ -201,19 +192,34 @@ def asked(found: Record, mode: str | Checkpoint, device: Device) -> Choice:
     """What a mode that needs no budget says of one region; "none" and "auto" without one: all."""
     if mode in ("none", "auto"):
         return choice_of(found, range(len(found.nodes)), device)
+    most = math.inf if mode == "full" else FREE
     if isinstance(mode, str):
         mode = Checkpoint(("attention",) if mode == "sequence" else ())
     keep = [k for k, n in enumerate(found.nodes) if n.op == "call_function" and mode.keeps(n)]
-    return choice_of(found, keep, device)
+    return with_cuts(found, choice_of(found, keep, device), device, most)
+
+
+def with_cuts(found: Record, choice: Choice, device: Device, most: float = FREE) -> Choice:
+    """The choice with what runs again cut into stages, where backward then holds less."""
+    cuts = lower_cuts(found, choice.keep, device, most)
+    tried = choice_of(found, choice.keep, device, cuts)
+    return tried if tried.bytes <= choice.bytes else choice
+
+
+def least(found: Record, device: Device, *, cut: bool) -> Choice:
+    """Nothing kept: what "auto" starts from."""
+    return asked(found, "full", device) if cut else choice_of(found, (), device)
 
 
 def _within(
-    found: dict[Region, Record], counts: dict[Region, int], device: Device, budget: int
-) -> dict[Region, Choice]:
-    """From nothing kept, keep what saves most seconds per byte as long as it fits."""
-    if sum(whole_bytes(each) * counts[region] for region, each in found.items()) <= budget:
-        return {}
-    choices = {region: choice_of(each, (), device) for region, each in found.items()}
+    found: dict[Region, Record], counts: dict[Region, int], device: Device, budget: int, cut: bool
+) -> tuple[dict[Region, Choice], int]:
+    """From nothing kept, keep what saves most seconds per byte as long as it fits. Gives the
+    choices, and what is left of the budget."""
+    whole = sum(whole_bytes(each) * counts[region] for region, each in found.items())
+    if whole <= budget:
+        return {}, budget - whole
+    choices = {region: least(each, device, cut=cut) for region, each in found.items()}
     left = budget - sum(choice.bytes * counts[region] for region, choice in choices.items())
     while True:
         best: tuple[float, Region, Choice] | None = None
@@ -227,15 +233,17 @@ def _within(
                 if best is None or value > best[0]:
                     best = (value, region, tried)
         if best is None:
-            return choices
+            break
         _, region, chosen = best
         left -= (chosen.bytes - choices[region].bytes) * counts[region]
         choices[region] = chosen
+    if not cut:
+        choices = {r: with_cuts(found[r], choice, device) for r, choice in choices.items()}
+    return choices, left
 
 
 def steps(found: Record, choice: Choice, device: Device) -> Iterable[Choice]:
     """The choice with one more operation kept, or with one exchange and all it receives."""
-    assert choice.keep is not None
     for at in choice.again:
         if found.base.get(at) == at or found.nodes[at].all_input_nodes:
-            yield choice_of(found, choice.keep | {at}, device)
+            yield choice_of(found, choice.keep | {at}, device, choice.stages.cuts)

@@ -3,8 +3,8 @@
 Autograd saves tensors while an operation runs. Each belongs to the operation that made its memory.
 If that one is kept, or is an input of the region, the tensor is saved as ever. Otherwise autograd
 gets a note instead: which operation to run again, and which of its tensors is meant. The first note
-that backward redeems runs the operations that are needed, once for all notes of the region. What is
-kept, and what the region was given, may wait on the host (host.py).
+of a stage (stages.py) that backward redeems runs the operations that are needed, once for all notes
+of that stage. What is kept, and what the region was given, may wait on the host (host.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..autocast import autocast_state, under
 from .host import Host, Moved, Seen, changed, version_of
+from .stages import Stages
 from .view import View
 
 __all__ = ["Frame", "Own", "Part", "Recompute", "Value"]
@@ -36,11 +37,12 @@ class Own:
 
 @dataclass(frozen=True)
 class Value:
-    """A view of the memory of result `index` of operation `at`."""
+    """A view of the memory of result `index` of operation `at`, for the backward of a stage."""
 
     at: int
     index: int
     view: View
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class _Kept:
         return self.tensor
 
 
+_Use = tuple[int, int, int]  # a stage asks for result k of operation `at`: (stage, at, k)
+
 # Runs some operations again: (frame, seed, values that they take) -> None; and which values.
 Part = tuple[Callable[..., Any], tuple[int, ...]]
 
@@ -72,25 +76,29 @@ Part = tuple[Callable[..., Any], tuple[int, ...]]
 class Recompute:
     """What is kept of a region, and how the rest is had again.
 
-    keep: operations whose memory is kept. hold: those of them whose results are taken by what runs
-    again. part: makes the function for a set of operations whose tensors are asked for. sends:
-    exchanges that run again, the same on every rank. local: whether an operation is had again
-    without any other exchange. moves: operations, and values that the region is given, whose memory
-    goes to the host.
+    keep: operations whose memory is kept. stages: in which the rest is had. part: makes a stage's
+    function for a set of operations whose tensors are asked for. sends: each stage's exchanges, the
+    same on every rank. local: whether an operation is had again in a stage without any other
+    exchange. moves: operations, and values that the region is given, whose memory goes to the host.
     """
 
     keep: frozenset[int]
-    hold: frozenset[int]
-    part: Callable[[frozenset[int]], Part]
-    sends: frozenset[int] = frozenset()
-    local: Callable[[int], bool] = lambda at: True
+    stages: Stages
+    part: Callable[[int, frozenset[int]], Part]
+    sends: tuple[frozenset[int], ...]
+    local: Callable[[int, int], bool]
     moves: frozenset[int] = frozenset()
-    parts: dict[frozenset[int], Part] = field(default_factory=dict)
+    parts: dict[tuple[int, frozenset[int]], Part] = field(default_factory=dict)
 
-    def part_for(self, wanted: frozenset[int]) -> Part:
-        if wanted not in self.parts:
-            self.parts[wanted] = self.part(wanted)
-        return self.parts[wanted]
+    def part_for(self, stage: int, wanted: frozenset[int]) -> Part:
+        if (stage, wanted) not in self.parts:
+            self.parts[stage, wanted] = self.part(stage, wanted)
+        return self.parts[stage, wanted]
+
+    @property
+    def begins(self) -> dict[int, int]:
+        """Operations whose result's gradient begins a stage that exchanges."""
+        return {at: stage for at, stage in self.stages.begins.items() if self.sends[stage]}
 
 
 class Frame:
@@ -119,8 +127,8 @@ class Frame:
         self._owners: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self._counts: Counter[int] = Counter()
         self._own: set[Own] = set()
-        self._uses: Counter[tuple[int, int]] = Counter()
-        self._left: Counter[tuple[int, int]] = Counter()
+        self._uses: Counter[_Use] = Counter()
+        self._left: Counter[Any] = Counter()
         self._found: dict[Any, torch.Tensor] = {}
         kinds = {t.device.type for t in given.values() if isinstance(t, torch.Tensor)} | {"cpu"}
         self._autocast = [autocast_state(kind) for kind in sorted(kinds)]
@@ -139,22 +147,31 @@ class Frame:
                 key = _key(tensor)
                 if key not in self._owners and key not in self._given:
                     self._owners[key] = (StorageWeakRef(tensor.untyped_storage()), at, index)
-        if at in self.recompute.hold:
+        if at in self.recompute.stages.hold:
             self.held[at] = self._hold(at, result)
+
+    def cut(self, at: int, result: Any) -> Any:
+        """The result of an operation behind which a stage begins."""
+        results = result if isinstance(result, tuple) else (result,)
+        begun = self._begun(results, self.recompute.begins[at])
+        return begun if isinstance(result, tuple) else begun[0]
 
     def results(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
         """The region's results. Where exchanges run again, that is when backward comes to these:
         which note it redeems first differs by rank (what is a view here is a copy there). So it is
         with what is fetched.
         """
+        fetches = self.host is not None and self.host.passed(self)
+        return self._begun(results, 0) if self.recompute.sends[0] or fetches else results
+
+    def _begun(self, results: tuple[Any, ...], stage: int) -> tuple[Any, ...]:
         asked = [
             k for k, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad
         ]
-        fetches = self.host is not None and self.host.passed(self)
-        if not asked or not (self.recompute.sends or fetches):
+        if not asked:
             return results
         # What a Function keeps of itself lives as long as the loss; what it saves, until backward.
-        with torch.autograd.graph.saved_tensors_hooks(lambda _: self, Frame.begin):
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: (self, stage), _begin):
             begun = dict(zip(asked, _Begin.apply(*(results[k] for k in asked)), strict=True))
         return tuple(begun.get(k, result) for k, result in enumerate(results))
 
@@ -170,17 +187,18 @@ class Frame:
             saved = self._given[key]
             return Seen.of(saved, tensor) if isinstance(saved, Moved) else _Kept.of(tensor)
         keep, moves = self.recompute.keep, self.recompute.moves
+        stage = self.recompute.stages.of[at]
         owner = self._owners.get(key)
         if owner is None:  # made inside of the operation that runs
-            if at in keep or not self.recompute.local(at):
+            if at in keep or not self.recompute.local(stage, at):
                 return self._saved(tensor, at in moves)
             self._own.add(Own(at, k))
             return Own(at, k)
         _, maker, index = owner
-        if maker in keep or not self.recompute.local(maker):
+        if maker in keep or not self.recompute.local(stage, maker):
             return self._saved(tensor, maker in moves)
-        self._uses[maker, index] += 1
-        return Value(maker, index, View.of(tensor))
+        self._uses[stage, maker, index] += 1
+        return Value(maker, index, View.of(tensor), stage)
 
     def _saved(self, tensor: torch.Tensor, moves: bool, *, soon: bool = False) -> _Kept | Seen:
         """The tensor itself, or where it goes."""
@@ -213,13 +231,13 @@ class Frame:
             return saved.unchanged()
         if isinstance(saved, Seen):
             return saved.tensor()
-        if isinstance(saved, Own):
-            if saved not in self._found:
-                self.run_again()
-            return self._found.pop(saved)
-        place = saved.at, saved.index
+        stage = self.recompute.stages.of[saved.at] if isinstance(saved, Own) else saved.stage
+        place = saved if isinstance(saved, Own) else (stage, saved.at, saved.index)
+        self._reach(stage)
         if place not in self._found:
-            self.run_again()
+            self.run_again(self._had_in(stage, saved.at))
+        if isinstance(saved, Own):
+            return self._found.pop(saved)
         base = self._found[place]
         self._left[place] -= 1
         if not self._left[place]:
@@ -228,21 +246,45 @@ class Frame:
 
     # -- having it again ------------------------------------------------------------------------
 
-    def wanted(self) -> frozenset[int]:
-        """The operations whose tensors are to be had again."""
-        return frozenset({own.at for own in self._own} | {at for at, _ in self._uses})
+    def _had_in(self, stage: int, at: int) -> int:
+        """The stage that gives what a stage asks for of an operation."""
+        each = self.recompute.stages.each
+        return next((k for k in range(stage) if at in each[k].leaves), stage)
 
-    def begin(self) -> torch.Tensor:
-        """Backward comes to the region: it asks for a tensor, which nobody reads."""
-        if self.host is not None:
+    def _reach(self, stage: int) -> None:
+        """What earlier stages left is let go of where nothing that is still to run takes it."""
+        of = self.recompute.stages.of
+        for at in self.recompute.stages.left_before(stage):
+            if of[at] <= stage:
+                self.held.pop(at, None)
+
+    def wanted(self, stage: int) -> frozenset[int]:
+        """The operations whose tensors are to be had again in a stage."""
+        of = self.recompute.stages.of
+        own = {own.at for own in self._own if of[own.at] == stage}
+        taken = {at for number, at, _ in self._uses if number == stage}
+        return frozenset(own | taken) - self.recompute.stages.left_before(stage)
+
+    def begin(self, stage: int) -> None:
+        """Backward comes to the region, or to a cut in it."""
+        if self.host is not None and not stage:
             self.host.returned(self)
-        if self.recompute.sends:
-            self.run_again()
-        return torch.empty(0)
+        if self.recompute.sends[stage]:
+            self.run_again(stage)
 
-    def run_again(self) -> None:
-        function, takes = self.recompute.part_for(self.wanted())
-        again = _Again(self._own, set(self._uses))
+    def run_again(self, stage: int) -> None:
+        stages = self.recompute.stages
+        self._reach(stage)
+        for at in stages.left_before(stage):
+            if stages.of[at] > stage and at not in self.held:
+                self.run_again(self._had_in(stage, at))
+        function, takes = self.recompute.part_for(stage, self.wanted(stage))
+        leaves = stages.each[stage].leaves
+        again = _Again(
+            {own for own in self._own if own.at in leaves or stages.of[own.at] == stage},
+            {use for use in self._uses if use[1] in leaves or use[0] == stage},
+            leaves,
+        )
         for k in takes:
             if k not in self.held and isinstance(self.given[k], torch.Tensor):
                 kept = self._given[_key(self.given[k])]
@@ -257,7 +299,16 @@ class Frame:
             stack.enter_context(hooks)
             function(self.seed, (), again, *values)
         self._found.update(again.found)
-        self._left = Counter(self._uses)
+        self.held.update(again.left)
+        for use in again.uses:
+            self._left[use] = self._uses[use]
+
+
+def _begin(saved: tuple[Frame, int]) -> torch.Tensor:
+    """Backward asks for a tensor, which nobody reads."""
+    frame, stage = saved
+    frame.begin(stage)
+    return torch.empty(0)
 
 
 class _Begin(torch.autograd.Function):
@@ -274,18 +325,24 @@ class _Begin(torch.autograd.Function):
 
 
 class _Again:
-    """The frame of the second run: it notes the tensors that are asked for."""
+    """The frame of a stage's run: it notes the tensors that are asked for."""
 
-    def __init__(self, own: set[Own], values: set[tuple[int, int]]) -> None:
+    def __init__(self, own: set[Own], uses: set[_Use], leaves: frozenset[int]) -> None:
         self.at = -1
-        self.own, self.values = own, values
+        self.own, self.uses, self.leaves = own, uses, leaves
         self.found: dict[Any, torch.Tensor] = {}
+        self.left: dict[int, Any] = {}
+        self._places: dict[tuple[int, int], list[_Use]] = {}
+        for use in uses:
+            self._places.setdefault(use[1:], []).append(use)
         self._counts: Counter[int] = Counter()
 
     def made(self, at: int, result: Any) -> None:
         for index, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
-            if (at, index) in self.values and isinstance(tensor, torch.Tensor):
-                self.found[at, index] = tensor.detach()
+            for use in self._places.get((at, index), ()):
+                self.found[use] = tensor.detach()
+        if at in self.leaves:
+            self.left[at] = _detached(result)
 
     def pack(self, tensor: torch.Tensor) -> None:
         own = Own(self.at, self._counts[self.at])

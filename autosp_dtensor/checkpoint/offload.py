@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from ..graph import arg_nodes, result_nodes
 from ..lower import Call, Region
-from .choose import Checkpoint, Choice, Policy, asked, kept_bytes, name_of, steps
-from .cost import Device, seconds_of
+from .choose import Checkpoint, Choice, Policy, asked, kept_bytes, least, name_of, steps, with_cuts
+from .cost import Device
+from .cuts import forward_seconds
 from .operands import local_bytes
 from .record import Record, record
 
@@ -63,6 +64,8 @@ def offloading(
     budget: int | None,
     host: int,
     inputs: dict[Region, dict[int, int]],
+    *,
+    cut: bool = False,
 ) -> Policy:
     """As `policy_of`, with host memory to put values in.
 
@@ -71,27 +74,30 @@ def offloading(
             everything moves.
         host: bytes of host memory.
         inputs: of each region, those that may move; from `moving_inputs`.
+        cut: as in `policy_of`.
     """
     found = {region: record(region) for region in regions}
 
-    def started(mode: str | Checkpoint) -> _Plan:
-        choices = {region: asked(each, mode, device) for region, each in found.items()}
+    def started(choices: dict[Region, Choice]) -> _Plan:
         return _Plan(found, regions, device, host, inputs, choices)
 
-    plan = started(mode)
+    plan = started({region: asked(each, mode, device) for region, each in found.items()})
     if budget is not None and mode in ("none", "auto") and plan.on_device() <= budget:
         return Policy(name_of(mode), device=device)
     if mode != "auto" or budget is None:
         plan.shed(budget)
-        return Policy(name_of(mode), plan.choices, device)
+        return plan.policy(name_of(mode), budget)
     plans = []
     for order in ((False, True), (True, False)):  # what is kept first takes the other's room
-        plan = started("full")
+        plan = started({region: least(each, device, cut=cut) for region, each in found.items()})
         plan.shed(budget)
         for to_host in order:
             plan.grow(budget, to_host)
         plans.append(plan)
-    return Policy("auto", min(plans, key=_Plan.seconds).choices, device)
+    plan = min(plans, key=_Plan.seconds)
+    if not cut:
+        plan.cut()
+    return plan.policy("auto", budget)
 
 
 class _Plan:
@@ -109,14 +115,7 @@ class _Plan:
         self.found, self.counts, self.device, self.host = found, counts, device, host
         self.inputs = {region: inputs.get(region, {}) for region in found}
         self.choices = choices
-        self._forward = {
-            region: sum(
-                seconds_of(node, device)
-                for node in each.nodes
-                if node.op == "call_function" and not isinstance(node.target, Call)
-            )
-            for region, each in found.items()
-        }
+        self._forward = {region: forward_seconds(each, device) for region, each in found.items()}
 
     def given(self) -> int:
         """Bytes of all inputs that may move."""
@@ -135,8 +134,8 @@ class _Plan:
     def moving(self, region: Region, choice: Choice, moves: frozenset[int]) -> Choice:
         """The choice with these operations and inputs on the host."""
         found = self.found[region]
-        moves = frozenset(k for k in moves if k in choice.keep or k in self.inputs[region])  # type: ignore[operator]
-        inside = kept_bytes(found, moves, choice.hold & moves)
+        moves = frozenset(k for k in moves if k in choice.keep or k in self.inputs[region])
+        inside = kept_bytes(found, moves, choice.stages.hold & moves)
         taken = sum(size for k, size in self.inputs[region].items() if k in moves)
         return replace(choice, moves=moves, moved=inside + taken, inside=inside)
 
@@ -162,10 +161,10 @@ class _Plan:
             for each in saved.values():
                 assert each.of is not None
                 sizes[each.of] += each.bytes
-            for at in choice.hold:
+            for at in choice.stages.hold:
                 sizes[at] += 0 if at in sizes else self.found[region].sizes.get(at, 0)
             for at, size in sizes.items():
-                if choice.keep is not None and at in choice.keep and size:
+                if at in choice.keep and size:
                     sized.append((False, size * count, -order, region, at))
         sized.sort(key=lambda each: (each[0], each[1], each[2], -each[4]), reverse=True)
         for _, _, _, region, at in sized:
@@ -180,7 +179,6 @@ class _Plan:
             for region, choice in self.choices.items():
                 count = self.counts[region]
                 for step in steps(self.found[region], choice, self.device):
-                    assert step.keep is not None and choice.keep is not None
                     more = step.keep - choice.keep if to_host else frozenset()
                     tried = self.moving(region, step, choice.moves | more)
                     gain = self._seconds(region, choice) - self._seconds(region, tried)
@@ -195,6 +193,16 @@ class _Plan:
             if best is None:
                 return
             self.choices[best[1]] = best[2]
+
+    def cut(self) -> None:
+        """Have values again in stages where that takes no time."""
+        for region, choice in self.choices.items():
+            tried = with_cuts(self.found[region], choice, self.device)
+            self.choices[region] = self.moving(region, tried, choice.moves)
+
+    def policy(self, mode: str, budget: int | None) -> Policy:
+        fits = budget is None or self.on_device() <= budget
+        return Policy(mode, self.choices, self.device, self.seconds(), fits)
 
     def _gone(self, other: dict[Region, Choice]) -> int:
         choices = {**self.choices, **other}

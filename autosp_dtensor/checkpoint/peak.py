@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch.fx import Node
 
@@ -13,9 +15,10 @@ from ..placement import Shard
 from .cost import is_attention, is_product
 from .operands import local_bytes
 from .record import Record
+from .stages import Stages
 from .tile import Tile
 
-__all__ = ["backward_peak"]
+__all__ = ["backward_moments", "backward_peak"]
 
 # Operations that work tile by tile hold a few tiles of fp32 beside what they take and give.
 _TILES = 512 << 20
@@ -26,18 +29,33 @@ def backward_peak(
     held: Iterable[int] = (),
     inside: Callable[[Region], int] = lambda region: 0,
     seeded: bool = True,
+    stages: Stages | None = None,
 ) -> int:
-    """Bytes at the fullest moment of a graph's backward; all that it saves is there at its start.
-
-    Gradients are followed from the results to the inputs: one exists from the first operation that
-    gives it to the end of the one that takes it; those of the graph's own inputs stay.
+    """Bytes at the fullest moment of a graph's backward; all that it saves is there at its start,
+    or at that of its stage.
 
     Args:
         held: operations whose memory somebody else holds all the time (results).
         inside: what the call of another region takes beside what it gives.
         seeded: whether the results' gradients count here, or with who called.
+        stages: in which what it saves is had again; None: at once.
     """
-    saved = _Saved(found, held)
+    return max(backward_moments(found, held, inside, seeded, stages).values())
+
+
+def backward_moments(
+    found: Record,
+    held: Iterable[int] = (),
+    inside: Callable[[Region], int] = lambda region: 0,
+    seeded: bool = True,
+    stages: Stages | None = None,
+) -> dict[int, int]:
+    """Bytes at the fullest moment of each operation's backward, and at the start, by the last one.
+
+    Gradients are followed from the results to the inputs: one exists from the first operation that
+    gives it to the end of the one that takes it; those of the graph's own inputs stay.
+    """
+    saved = _Saved(found, held, stages)
     gradients = _Gradients()
     output = found.nodes[-1]
     number = {node: k for k, node in enumerate(found.nodes)}
@@ -45,11 +63,13 @@ def backward_peak(
     losses = [n for n in results if facts(n).meta.numel == 1]
     for node in losses or results:  # who has a loss calls backward on that alone
         gradients.add(number[node], bytes_of_gradient(node) if seeded else 0)
-    fullest = saved.bytes + max(found.sizes.values(), default=0)  # had again, one at a time
+    # Had again, one at a time.
+    moments = {len(found.nodes) - 1: saved.bytes + max(found.sizes.values(), default=0)}
     for k in range(len(found.nodes) - 2, -1, -1):
         node = found.nodes[k]
         if node.op == "placeholder" or k not in gradients.of:
             continue
+        fullest = saved.comes_to(k) + gradients.bytes
         within = _beside(node, found.base.get(k) == k)
         if isinstance(node.target, Call):
             within = inside(node.target.region)
@@ -59,11 +79,11 @@ def backward_peak(
                 same = passes and size == bytes_of_gradient(node)
                 gradients.add(number[each], size, k if same else None)
                 fullest = max(fullest, saved.bytes + gradients.bytes + within)
-        fullest = max(fullest, saved.bytes + gradients.bytes + within)
+        moments[k] = max(fullest, saved.bytes + gradients.bytes + within)
         gradients.drop(k)
         gradients.settle()
         saved.used_by(k)
-    return fullest
+    return moments
 
 
 def bytes_of_gradient(node: Node) -> int:
@@ -111,16 +131,21 @@ def _inside_tile(tile: Tile) -> int:
 
 
 class _Saved:
-    """Memory that operations save, until the first of them (the last in backward) has used it."""
+    """Memory that operations save, from the start of their stage until the first of them (the last
+    in backward) has used it. What an attention leaves to later stages is there from the start.
+    """
 
-    def __init__(self, found: Record, held: Iterable[int]) -> None:
+    def __init__(self, found: Record, held: Iterable[int], stages: Stages | None) -> None:
         number = {node: k for k, node in enumerate(found.nodes)}
         stay = {found.base.get(k) for k in held} - {None}
-        first: dict[tuple[str, int], int] = {}
-        size: dict[tuple[str, int], int] = {}
-        of: dict[int, list[tuple[str, int]]] = {}
+        self._of = stages.of if stages is not None else (0,) * len(found.nodes)
+        left = stages.left_before(len(stages.each)) if stages is not None else ()
+        self._largest = max(found.sizes.values(), default=0)
+        first: dict[tuple[Any, int], int] = {}
+        size: dict[tuple[Any, int], int] = {}
+        of: dict[int, list[tuple[Any, int]]] = {}
 
-        def keep(key: tuple[str, int], made_by: int, by: int, count: int) -> None:
+        def keep(key: tuple[Any, int], made_by: int, by: int, count: int) -> None:
             if key not in size:
                 of.setdefault(made_by, []).append(key)
             size[key] = count
@@ -128,7 +153,7 @@ class _Saved:
 
         for s in found.saved:
             if s.of is not None:
-                keep(("storage", s.storage), s.of, s.by, s.bytes)
+                keep((s.storage, 0 if s.of in left else self._of[s.by]), s.of, s.by, s.bytes)
         taken = [
             (found.base.get(number[each]), k)
             for k, node in enumerate(found.nodes)
@@ -137,15 +162,28 @@ class _Saved:
         ]
         for base, by in [*taken, *((base, -1) for base in stay)]:
             if base is not None:  # regions are taken to save what they are given
-                for key in of.get(base) or [("value", base)]:
+                for key in of.get(base) or [(("value", base), 0)]:
                     keep(key, base, by, size.get(key, found.sizes.get(base, 0)))
-        self.bytes = sum(size.values())
-        self._ends: dict[int, int] = {}
+        self._begins: Counter[int] = Counter()
+        self._ends: Counter[int] = Counter()
         for key, by in first.items():
-            self._ends[by] = self._ends.get(by, 0) + size[key]
+            self._begins[key[1]] += size[key]
+            self._ends[by] += size[key]
+        self._stage = 0
+        self.bytes = self._begins[0]
+
+    def comes_to(self, k: int) -> int:
+        """Bytes while what an operation's backward asks for is had again, one result at a time, if
+        it is not there yet."""
+        while self._stage < self._of[k]:
+            self._stage += 1
+            self.bytes += self._begins[self._stage]
+            if self._stage == self._of[k]:
+                return self.bytes + self._largest
+        return self.bytes
 
     def used_by(self, k: int) -> None:
-        self.bytes -= self._ends.get(k, 0)
+        self.bytes -= self._ends[k]
 
 
 class _Gradients:

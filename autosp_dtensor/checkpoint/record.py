@@ -12,7 +12,7 @@ from torch.fx.node import map_aggregate
 from .._torch import FakeTensorMode
 from ..capture.targets import Opaque
 from ..graph import arg, facts
-from ..lower import Call, Collective, Drawn, Region, bound, local_meta
+from ..lower import Call, Collective, Drawn, Region, bound, local_meta, schedule
 from ..lower.layout import take_shard
 from ..placement import Shard
 from .defer import Deferred
@@ -39,7 +39,7 @@ class Record:
     """A region's operations and what each saves. Numbers are places in its graph.
 
     base: for each operation, the one that made the memory of its result (itself, or that of what
-    it is a view of); None where the region was given it.
+    it is a view of); None where the region was given it. order: when each runs.
     """
 
     region: Region
@@ -47,6 +47,7 @@ class Record:
     saved: list[Saved] = field(default_factory=list)
     base: dict[int, int | None] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
 
     def kept_bytes(self) -> dict[Node, int]:
         """Bytes that backward keeps of each operation's memory, if nothing is computed again."""
@@ -62,6 +63,8 @@ class Record:
 def record(region: Region) -> Record:
     """Run the region on rank 0's fake tensors and see what is saved."""
     found = Record(region, list(region.graph.nodes))
+    runs = {node: k for k, (kind, node) in enumerate(schedule(region.graph)) if kind != "start"}
+    found.order = [runs.get(n, len(runs) * 2 if n.op == "output" else -1) for n in found.nodes]
     owners: dict[int, int | None] = {}
     alive: list[Any] = []
     at = 0

@@ -46,7 +46,7 @@ def tile_run_again(policy: Policy) -> int:
     made = 0
     for region in policy.choices:
         choice = policy.of(region)
-        if choice is None or choice.keep is None:
+        if choice is None:
             continue
         nodes = list(region.graph.nodes)
         kept = {nodes[k] for k in choice.keep}

@@ -19,6 +19,8 @@ from ..checkpoint import (
     Device,
     Policy,
     Record,
+    Stages,
+    asked,
     backward_peak,
     moving_inputs,
     offloading,
@@ -64,12 +66,26 @@ def choose_policy(
     inputs: dict[Region, dict[int, int]] = {}
     if options.host:
         inputs = {r: each for r, each in moving_inputs(root, record(root)).items() if r in regions}
-    budget = None
-    if options.checkpoint == "auto" or options.host:
-        budget = _budget(root, live, mesh.device_type, options.memory_budget, inputs)
-    if not options.host or (budget is None and options.offload == "auto"):
-        return policy_of(regions, options.checkpoint, device, budget)
-    return offloading(regions, options.checkpoint, device, budget, options.host, inputs)
+    mode, kind = options.checkpoint, mesh.device_type
+
+    def policy(cut: bool) -> Policy:
+        budget = None
+        if mode == "auto" or options.host:
+            again = {}
+            if cut:
+                start = "full" if mode == "auto" else mode
+                again = {region: asked(record(region), start, device).stages for region in regions}
+            budget = _budget(root, live, kind, options.memory_budget, inputs, again)
+        if not options.host or (budget is None and options.offload == "auto"):
+            return policy_of(regions, mode, device, budget, cut=cut)
+        return offloading(regions, mode, device, budget, options.host, inputs, cut=cut)
+
+    if mode != "auto":
+        return policy(cut=True)
+    found = policy(cut=False)
+    if found.choices:  # stages take time, and leave room to keep more
+        found = min(found, policy(cut=True), key=lambda each: (not each.fits, each.seconds))
+    return found
 
 
 def device_of(kind: str) -> Device:
@@ -89,9 +105,11 @@ def _budget(
     kind: str,
     given: int | None,
     inputs: dict[Region, dict[int, int]],
+    again: dict[Region, Stages],
 ) -> int | None:
     """Bytes that regions may keep: the device's, less state, gathered parameters, and what the
     fullest moment of backward takes beside what regions keep. What `inputs` take is theirs.
+    again: in which stages regions have their values again, if not at once.
 
     None where nothing is known of the device's memory (a CPU).
     """
@@ -102,7 +120,7 @@ def _budget(
         given = int(total * _SHARE) >> 30 << 30  # ranks must choose alike, and devices differ a bit
     regions = dict.fromkeys(region for _, region in root.walk())
     found = {region: record(region) for region in regions}
-    taken = _state_bytes(live) + _backward_bytes(root, found, *_gathered_bytes(live))
+    taken = _state_bytes(live) + _backward_bytes(root, found, again, *_gathered_bytes(live))
     return max(0, given - taken + _passed_bytes(found[root], inputs))
 
 
@@ -122,7 +140,12 @@ def _passed_bytes(found: Record, inputs: dict[Region, dict[int, int]]) -> int:
 
 
 def _backward_bytes(
-    root: Region, records: dict[Region, Record], whole: int, block: int, reduced: int
+    root: Region,
+    records: dict[Region, Record],
+    again: dict[Region, Stages],
+    whole: int,
+    block: int,
+    reduced: int,
 ) -> int:
     """What backward holds at its fullest beside state and what regions keep.
 
@@ -134,7 +157,8 @@ def _backward_bytes(
     def inside(region: Region) -> int:
         if region not in peaks:
             around = block + reduced  # one more is counted for all moments
-            peaks[region] = around + backward_peak(records[region], (), inside, False)
+            stages = again.get(region)
+            peaks[region] = around + backward_peak(records[region], (), inside, False, stages)
         return peaks[region]
 
     found = records[root]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.fx import Node
@@ -32,7 +32,12 @@ class Link:
 
 
 def compile_region(
-    region: Region, link: Link, shared: dict[Any, Callable[..., Any]], *, marked: bool = False
+    region: Region,
+    link: Link,
+    shared: dict[Any, Callable[..., Any]],
+    *,
+    marked: bool = False,
+    cuts: Iterable[int] = (),
 ) -> Callable[..., tuple[Any, ...]]:
     """A function of (seed, children, states..., inputs...) that returns the region's results.
 
@@ -41,11 +46,12 @@ def compile_region(
     Args:
         shared: compiled functions by source and constants; regions that are equal get the same one.
         marked: the function takes a frame after `children` and tells it which operation runs.
+        cuts: operations whose results the frame gives back to go on with.
     """
     steps = schedule(region.graph)
     inputs = [n for n in region.graph.nodes if n.op == "placeholder"]
     output = next(n for n in region.graph.nodes if n.op == "output")
-    writer = _Writer(link, region, marked)
+    writer = _Writer(link, region, marked, frozenset(cuts))
     return _compiled(writer, writer.write(steps, inputs, list(result_nodes(output))), shared)
 
 
@@ -79,8 +85,10 @@ def _compiled(writer: _Writer, source: str, shared: dict[Any, Callable[..., Any]
 
 
 class _Writer:
-    def __init__(self, link: Link, region: Region, marked: bool) -> None:
-        self.link, self.marked = link, marked
+    def __init__(
+        self, link: Link, region: Region, marked: bool, cuts: frozenset[int] = frozenset()
+    ) -> None:
+        self.link, self.marked, self.cuts = link, marked, cuts
         self.number = {node: k for k, node in enumerate(region.graph.nodes)}
         self.children = {call: index for index, call in enumerate(region.calls)}
         self.constants: dict[str, Any] = {}
@@ -100,6 +108,8 @@ class _Writer:
             lines.append(self._line(kind, node, names))
             if self.marked and kind != "start":
                 lines.append(f"frame.made({self.number[node]}, {names[node]})")
+            if self.number[node] in self.cuts:
+                lines.append(f"{names[node]} = frame.cut({self.number[node]}, {names[node]})")
             dead = [names[n] for n in last.get(number, ())]
             if dead:
                 lines.append("del " + ", ".join(dead))

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from .._torch import fsdp_hooks_alone, fsdp_policy
 from ..capture import Captured
 from ..capture.tap import Tap
-from ..checkpoint import Choice, Frame, Host, Later, Policy, Recompute, needed
+from ..checkpoint import Choice, Frame, Host, Later, Policy, Recompute, meets_others, needed
 from ..errors import PlacementError, UsageError
 from ..graph import Meta, Origin, describe, facts, result_nodes
 from ..lower import Call as RegionCall
@@ -185,8 +185,10 @@ class Program:
             choice = self.policy.of(region)
             for k, node in enumerate(region.graph.nodes if choice else ()):
                 target = node.target
-                if choice and k in choice.again and isinstance(target, Collective) and target.sends:
-                    yield f"again in {path}: {target.kind} {target.moves}"
+                if choice and isinstance(target, Collective) and target.sends:
+                    for number, stage in enumerate(choice.stages.each):
+                        if k in stage.again:
+                            yield f"again in {path}, {number}: {target.kind} {target.moves}"
 
     def valid(self) -> bool:
         """Whether what forward read of its modules' Python still has the value it had."""
@@ -244,24 +246,27 @@ class _Binder:
     def _recomputed(self, region: Region, choice: Choice) -> Any:
         """(the function that tells a frame what runs, how to run parts again, its inputs)."""
         if region not in self.again:
-            assert choice.keep is not None
-            keep, hold = choice.keep, choice.hold
+            keep, stages = choice.keep, choice.stages
             nodes = list(region.graph.nodes)
+            met = {k for k, node in enumerate(nodes) if meets_others(node)}
+            sends = tuple(stage.again & met for stage in stages.each)
 
-            met = {k for k, node in enumerate(nodes) if _meets_others(node)}
-            sends = choice.again & met
-
-            def part(wanted: frozenset[int]) -> Any:
-                again, _ = needed(nodes, hold, wanted | sends)
+            def part(stage: int, wanted: frozenset[int]) -> Any:
+                there = stages.hold | stages.left_before(stage)
+                asked = wanted | sends[stage] | stages.each[stage].leaves
+                again, _ = needed(nodes, there, asked)
                 return compile_part(region, self.link, self.shared, again)
 
             @functools.cache
-            def local(at: int) -> bool:
-                return needed(nodes, hold, (at,))[0] & met <= sends
+            def local(stage: int, at: int) -> bool:
+                there = stages.left_before(stage)
+                if at in there:
+                    return True
+                return needed(nodes, stages.hold | there, (at,))[0] & met <= sends[stage]
 
-            marked = compile_region(region, self.link, self.shared, marked=True)
+            made = Recompute(keep, stages, part, sends, local, moves=choice.moves)
+            marked = compile_region(region, self.link, self.shared, marked=True, cuts=made.begins)
             numbers = [k for k, node in enumerate(nodes) if node.op == "placeholder"]
-            made = Recompute(keep, hold, part, sends, local, moves=choice.moves)
             self.again[region] = marked, made, numbers
         return self.again[region]
 
@@ -274,11 +279,6 @@ class _Binder:
         if fsdp_policy(module) is not None:
             run = _through_module(module, run)
         return _checkpointed(run) if self.program.captured.calls[call.number].checkpointed else run
-
-
-def _meets_others(node: Node) -> bool:
-    target = node.target
-    return isinstance(target, RegionCall) or (isinstance(target, Collective) and target.sends)
 
 
 def _under(origin: Origin, base: str) -> Origin:
