@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -30,6 +29,7 @@ from ..errors import UsageError
 from ..mesh import fsdp_mesh
 from ..run import block_paths
 from ..source import line_of
+from .kernels import KernelDropout, KernelWorkspace
 
 __all__ = ["Scheme", "Setting", "Step", "fake_group", "measure", "uncounted"]
 
@@ -142,17 +142,6 @@ def _told_what_needs_data() -> Iterator[None]:
         ) from error
 
 
-class _KernelDropout(TorchFunctionMode):
-    """Attention takes no memory for its dropout, as a GPU's kernels take none: they draw again in
-    backward. The CPU has no such kernel, and would count all pairs of tokens."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), dict(kwargs or {})
-            kwargs.pop("dropout_p", None)
-        return func(*args, **(kwargs or {}))
-
-
 class _EqualChunks(TorchFunctionMode):
     """FSDP2 cuts each parameter for all ranks and takes one part: without data, equal ones are one.
     Else a thousand ranks would make a thousand tensors of each parameter."""
@@ -187,7 +176,7 @@ def measure(setting: Setting, length: int, *, fake: bool = True, history: bool =
     Raises:
         UsageError: the model's constructor, or a hook, reads the value of a tensor.
     """
-    with _told_what_needs_data(), _KernelDropout():
+    with _told_what_needs_data(), KernelDropout():
         return _measured(setting, length, fake, history)
 
 
@@ -219,7 +208,7 @@ def _measured(setting: Setting, length: int, fake: bool, history: bool) -> Step:
         watch = _Watch(history)
         tracker = memory_tracker(model, optimizer, watch.see, lambda: not _uncounted)
         tracker.track_inputs(tuple(inputs.values()))
-        with tracker:
+        with tracker, KernelWorkspace():
             _step(model, optimizer, inputs)
     last = [] if setting.scheme else explain(model).splitlines()[-2:]
     forward = forward_of(model)
