@@ -60,7 +60,7 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__, "autosp": commit}
 
 
-def search(model: str, row: dict[str, Any], quick: bool) -> Step:
+def search(model: str, row: dict[str, Any], quick: bool, near: int = 0) -> Step:
     config = {**presets()[model], **({"num_hidden_layers": 4} if quick else {})}
     capacity = int(DEVICES[GPU].size * 0.95)
     general = {"dp": 1, "sp": GPUS, "budget": capacity, "device": DEVICES[GPU]}
@@ -75,7 +75,7 @@ def search(model: str, row: dict[str, Any], quick: bool) -> Step:
         return model_maker({**config, "num_hidden_layers": layers})[1]
 
     with fake_group(GPUS):
-        return find(setting, capacity, tell, shallow, config["num_hidden_layers"])
+        return find(setting, capacity, tell, shallow, config["num_hidden_layers"], near)
 
 
 def is_fresh(known: Any, row: dict[str, Any], now: dict[str, str]) -> bool:
@@ -133,7 +133,7 @@ def main() -> None:
                 continue
             sys.stderr.write(f"{model}, {name}\n")
             started = time.perf_counter()
-            step = search(model, row, options.quick)
+            step = search(model, row, options.quick, known["length"] if known else 0)
             found = {
                 "length": step.length,
                 "fits": step.peak <= DEVICES[GPU].size * 0.95,

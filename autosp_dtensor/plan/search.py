@@ -22,6 +22,7 @@ def find(
     tell: Callable[[Step, int], None] = lambda step, layers: None,
     shallow: Callable[[int], Callable[[], nn.Module]] | None = None,
     layers: int = 0,
+    near: int = 0,
 ) -> Step:
     """The longest length whose step fits into `capacity` bytes, within 2%, inside a `fake_group`.
 
@@ -33,6 +34,7 @@ def find(
     Args:
         tell: called with each step that was measured, and the layers of its model (0: all).
         shallow: makes the model with fewer layers; layers: how many it has.
+        near: where to start, if that is known: the whole model is measured around it.
     """
     unit = 128 * setting.sp
 
@@ -41,6 +43,8 @@ def find(
         tell(step, 0)
         return step
 
+    if near:
+        return longest(at, capacity, unit, near)
     # Where "auto" reaches the longest length, it keeps nothing; before, it fills what there is, and
     # no line goes through that.
     mode: Any = "full" if setting.checkpoint == "auto" else setting.checkpoint
