@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 from ..capture.tap import Tap
 from ..graph import Facts, arg, arg_nodes, facts, result_nodes, set_facts
 from ..place import PlacedBlock, redistribute
+from ..place.attention.rule import AttentionRule
 from ..place.rule import Local, fill
 from ..placement import Partial, PerRank, Replicate, Shard
 
@@ -26,12 +27,14 @@ class Collective:
     kind: "all_to_all" (args: one tensor per move), "relayout", "all_gather", "reduce_scatter",
     "all_reduce", "slice", "scale_grad", "mean_grad".
     tokens: of an all_to_all, for each move, the dim that counts tokens, if one does.
+    contiguous: of an all_to_all, whether its results come in the order of their dims in memory.
     """
 
     kind: str
     moves: tuple[tuple[Any, Any], ...] = ()
     factor: float = 1.0
     tokens: tuple[int | None, ...] = ()
+    contiguous: bool = False
 
     @property
     def __name__(self) -> str:  # what fx and explain print
@@ -101,7 +104,10 @@ def localize(
             made[node] = add(node, blocks[node.target], tuple(made[a] for a in arg_nodes(node)))
         elif node.target is redistribute:
             source, target = node.args[1:]
-            made[node] = add(node, _collective(source, target, known.home), (made[arg(node, 0)],))
+            collective = _collective(source, target, known.home)
+            if collective.kind == "all_to_all" and _read_by_head(node, source, target):
+                collective = replace(collective, contiguous=True)
+            made[node] = add(node, collective, (made[arg(node, 0)],))
         elif node.target is operator.getitem and known.option is None:
             made[node] = add(node, operator.getitem, (made[arg(node, 0)], node.args[1]))
         else:
@@ -157,6 +163,20 @@ def _call(node: Node, known: Facts, made: dict[Node, Node], add: Callable[..., N
     if known.random:
         target = Drawn(target, any(isinstance(p, Shard) for p in option.outs))
     return add(node, target, args, kwargs)
+
+
+def _read_by_head(node: Node, source: Shard, target: Shard) -> bool:
+    """Whether attention on a CPU reads the result, so that a head's rows are to lie together.
+
+    Torch's kernel there is slower the further apart they are: 1.02 to 1.05 of [S, H, D] for q, k
+    and v side by side, 0.93 to 0.96 for [H, S, D]; one more copy costs less from 1,024 tokens on.
+    """
+    known = facts(node)
+    return (
+        known.meta.device.type == "cpu"
+        and target.dim < source.dim == (known.home.dim if known.home is not None else None)
+        and all(isinstance(facts(user).rule, AttentionRule) for user in node.users)
+    )
 
 
 def _collective(source: Any, target: Any, home: Shard | None) -> Collective:
@@ -215,9 +235,11 @@ def flatten_exchanges(graph: Graph) -> Graph:
             continue
         pairs = tuple(move.target.moves[0] for move in moves)
         tokens = tuple(move.target.tokens[0] for move in moves)
+        contiguous = all(move.target.contiguous for move in moves)
         with graph.inserting_after(max(moves)):
             fused = graph.call_function(
-                Collective("all_to_all", pairs, tokens=tokens), tuple(m.args[0] for m in moves)
+                Collective("all_to_all", pairs, tokens=tokens, contiguous=contiguous),
+                tuple(m.args[0] for m in moves),
             )
         first = facts(moves[0])
         set_facts(
