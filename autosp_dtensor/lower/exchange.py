@@ -27,7 +27,8 @@ __all__ = ["Exchange", "all_to_all"]
 
 Move = tuple[Shard, Shard]
 Tensors = tuple[torch.Tensor, ...]
-Orders = Sequence[list[int]]  # each tensor's dims, from the longest stride to the shortest
+# Each tensor's dims, from the longest stride to the shortest; None: as those of what is sent.
+Orders = Sequence[list[int] | None]
 
 
 def all_to_all(
@@ -36,7 +37,7 @@ def all_to_all(
     moves: tuple[Move, ...],
     *tensors: torch.Tensor,
     tokens: tuple[int | None, ...] = (),
-    contiguous: bool = False,
+    contiguous: tuple[bool, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Move the sharding of each tensor from one dim to another, all tensors in one exchange.
 
@@ -45,7 +46,8 @@ def all_to_all(
         tensors: local parts of one dtype, any strides.
         tokens: for each tensor, which of the move's two dims counts tokens; the same on all ranks.
             Where it is None, or nothing is given, the dims stay in their order on the wire.
-        contiguous: lay the results out in the order of their dims, and gradients as the tensors.
+        contiguous: which results to lay out in the order of their dims; their gradients come back
+            as the tensors lie.
 
     Returns:
         local parts in the new placements, dims in memory in the order that they came in.
@@ -63,14 +65,15 @@ class Exchange:
         moves: tuple[Move, ...],
         *tensors: torch.Tensor,
         tokens: tuple[int | None, ...] = (),
-        contiguous: bool = False,
+        contiguous: tuple[bool, ...] = (),
     ) -> None:
-        self.group, self.rank, self.moves, self.contiguous = group, rank, moves, contiguous
+        self.group, self.rank, self.moves = group, rank, moves
+        self.contiguous = contiguous or (False,) * len(moves)
         self.tokens = tokens or (None,) * len(moves)
         self.is_complex = tensors[0].is_complex()
         if self.is_complex:
             tensors = tuple(torch.view_as_real(t.resolve_conj()) for t in tensors)
-        self.orders: Orders | None = None  # of gradients in memory, where not their own
+        self.orders: Orders = ()  # of gradients
         self.backward: _Flight | None = None
         self.forward: _Flight | None = None
         self.size = 0
@@ -88,10 +91,9 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.exchange = exchange
-        orders = None
-        if exchange.contiguous:
-            orders = [list(range(x.dim())) for x in tensors]
-            exchange.orders = [_memory_order(x) for x in tensors]
+        asked = [*zip(tensors, exchange.contiguous, strict=True)]
+        orders = [list(range(x.dim())) if laid else None for x, laid in asked]
+        exchange.orders = [_memory_order(x) if laid else None for x, laid in asked]
         flight = _send(exchange, exchange.moves, tensors, orders)
         exchange.forward, exchange.size = flight, flight.received.numel()
         return flight.received
@@ -145,6 +147,7 @@ class _Piece:
             *shape[first.dim + 1 : second.dim], second.outer, lengths[id(second)],
             *shape[second.dim + 1 :],
         ]  # fmt: skip
+        self.laid = order is not None  # apart from the others: no memory is shared
         self._order = [self.wire.index(d) for d in order] if order else _memory_order(x)
         self.view = x.reshape(exposed)
         self._shape = list(self.view.shape)
@@ -254,14 +257,12 @@ def _send(
     exchange: Exchange,
     moves: Sequence[Move],
     tensors: Sequence[torch.Tensor],
-    orders: Orders | None,
+    orders: Orders,
 ) -> _Flight:
     group, rank = exchange.group, exchange.rank
     pieces = [
         _Piece(x, move, rank, tokens, order)
-        for x, move, tokens, order in zip(
-            tensors, moves, exchange.tokens, orders or [None] * len(tensors), strict=True
-        )
+        for x, move, tokens, order in zip(tensors, moves, exchange.tokens, orders, strict=True)
     ]
     if all(p.source.even and p.target.even for p in pieces):
         return _send_even(group, pieces)
@@ -277,7 +278,7 @@ def _send_even(group: Any, pieces: Sequence[_Piece]) -> _Flight:
     ]
     side_by_side = _side_by_side(pieces, shapes)
     parts_of = side_by_side or _one_after_other(shapes)
-    in_place = side_by_side is not None or len(pieces) == 1
+    in_place = (side_by_side is not None or len(pieces) == 1) and not any(p.laid for p in pieces)
     if len(cuts) == 1 and cuts[0].is_contiguous():
         sent = cuts[0]
     else:
