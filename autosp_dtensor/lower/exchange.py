@@ -27,6 +27,8 @@ __all__ = ["Exchange", "all_to_all"]
 
 Move = tuple[Shard, Shard]
 Tensors = tuple[torch.Tensor, ...]
+# Each tensor's dims, from the longest stride to the shortest; None: as those of what is sent.
+Orders = Sequence[list[int] | None]
 
 
 def all_to_all(
@@ -35,6 +37,7 @@ def all_to_all(
     moves: tuple[Move, ...],
     *tensors: torch.Tensor,
     tokens: tuple[int | None, ...] = (),
+    contiguous: tuple[bool, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Move the sharding of each tensor from one dim to another, all tensors in one exchange.
 
@@ -43,11 +46,13 @@ def all_to_all(
         tensors: local parts of one dtype, any strides.
         tokens: for each tensor, which of the move's two dims counts tokens; the same on all ranks.
             Where it is None, or nothing is given, the dims stay in their order on the wire.
+        contiguous: which results to lay out in the order of their dims; their gradients come back
+            as the tensors lie.
 
     Returns:
         local parts in the new placements, dims in memory in the order that they came in.
     """
-    return Exchange(group, rank, moves, *tensors, tokens=tokens).finish()
+    return Exchange(group, rank, moves, *tensors, tokens=tokens, contiguous=contiguous).finish()
 
 
 class Exchange:
@@ -60,12 +65,15 @@ class Exchange:
         moves: tuple[Move, ...],
         *tensors: torch.Tensor,
         tokens: tuple[int | None, ...] = (),
+        contiguous: tuple[bool, ...] = (),
     ) -> None:
         self.group, self.rank, self.moves = group, rank, moves
+        self.contiguous = contiguous or (False,) * len(moves)
         self.tokens = tokens or (None,) * len(moves)
         self.is_complex = tensors[0].is_complex()
         if self.is_complex:
             tensors = tuple(torch.view_as_real(t.resolve_conj()) for t in tensors)
+        self.orders: Orders = ()  # of gradients
         self.backward: _Flight | None = None
         self.forward: _Flight | None = None
         self.size = 0
@@ -83,7 +91,10 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.exchange = exchange
-        flight = _send(exchange, exchange.moves, tensors)
+        asked = [*zip(tensors, exchange.contiguous, strict=True)]
+        orders = [list(range(x.dim())) if laid else None for x, laid in asked]
+        exchange.orders = [_memory_order(x) if laid else None for x, laid in asked]
+        flight = _send(exchange, exchange.moves, tensors, orders)
         exchange.forward, exchange.size = flight, flight.received.numel()
         return flight.received
 
@@ -109,7 +120,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor):
         exchange: Exchange = ctx.exchange
         back = tuple((target, source) for source, target in exchange.moves)
-        exchange.backward = _send(exchange, back, grads)
+        exchange.backward = _send(exchange, back, grads, exchange.orders)
         # Shaped as what start gave: only its place in the order of backward counts.
         return None, grads[0].new_zeros(1).expand(exchange.size)
 
@@ -120,7 +131,9 @@ class _Piece:
     Dims are numbered as they stand on the wire.
     """
 
-    def __init__(self, x: torch.Tensor, move: Move, rank: int, tokens: int | None) -> None:
+    def __init__(
+        self, x: torch.Tensor, move: Move, rank: int, tokens: int | None, order: list[int] | None
+    ) -> None:
         assert move[0].dim != move[1].dim, "an exchange moves the sharding to another dim"
         self.wire = _wire_order(x.dim(), move, tokens)
         self.source, self.target = (shard.at(self.wire.index(shard.dim)) for shard in move)
@@ -134,7 +147,8 @@ class _Piece:
             *shape[first.dim + 1 : second.dim], second.outer, lengths[id(second)],
             *shape[second.dim + 1 :],
         ]  # fmt: skip
-        self._order = _memory_order(x)
+        self.laid = order is not None  # apart from the others: no memory is shared
+        self._order = [self.wire.index(d) for d in order] if order else _memory_order(x)
         self.view = x.reshape(exposed)
         self._shape = list(self.view.shape)
         self.have_dim = first.dim + 1 if first is source else second.dim + 2
@@ -175,7 +189,7 @@ class _Piece:
         self.view = self.view.new_empty(0)
 
     def empty(self, buffer: torch.Tensor, have: int, want: int) -> torch.Tensor:
-        """Memory for the result, its dims in the same order there as the input's.
+        """Memory for the result, its dims in the same order there as the input's, or as asked for.
 
         What follows then finds the layout that the model has made: attention's [B, H, S, D] stays a
         view of [B, S, H, D], and is folded to [B, S, H * D] without a copy.
@@ -239,11 +253,16 @@ class _Flight:
         return self.unpack()
 
 
-def _send(exchange: Exchange, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> _Flight:
+def _send(
+    exchange: Exchange,
+    moves: Sequence[Move],
+    tensors: Sequence[torch.Tensor],
+    orders: Orders,
+) -> _Flight:
     group, rank = exchange.group, exchange.rank
     pieces = [
-        _Piece(x, move, rank, tokens)
-        for x, move, tokens in zip(tensors, moves, exchange.tokens, strict=True)
+        _Piece(x, move, rank, tokens, order)
+        for x, move, tokens, order in zip(tensors, moves, exchange.tokens, orders, strict=True)
     ]
     if all(p.source.even and p.target.even for p in pieces):
         return _send_even(group, pieces)
@@ -259,7 +278,7 @@ def _send_even(group: Any, pieces: Sequence[_Piece]) -> _Flight:
     ]
     side_by_side = _side_by_side(pieces, shapes)
     parts_of = side_by_side or _one_after_other(shapes)
-    in_place = side_by_side is not None or len(pieces) == 1
+    in_place = (side_by_side is not None or len(pieces) == 1) and not any(p.laid for p in pieces)
     if len(cuts) == 1 and cuts[0].is_contiguous():
         sent = cuts[0]
     else:

@@ -133,8 +133,10 @@ class _Writer:
 
     def _exchange(self, call: Any, target: Any, args: list[str]) -> str:
         group, moves = self._constant(self.link.group, key="group"), self._constant(target.moves)
-        given = ", ".join([str(self.link.rank), moves, *args, f"tokens={target.tokens}"])
-        return f"{self._constant(call)}({group}, {given})"
+        given = [str(self.link.rank), moves, *args, f"tokens={target.tokens}"]
+        if any(target.contiguous):
+            given.append(f"contiguous={target.contiguous}")
+        return f"{self._constant(call)}({group}, {', '.join(given)})"
 
     def _call(self, node: Node, names: dict[Node, str]) -> str:
         target: Any = node.target

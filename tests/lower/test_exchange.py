@@ -71,6 +71,35 @@ def test_dims_of_the_result_lie_as_those_of_the_input(order: tuple[int, ...]) ->
         assert memory_order(out) == list(order)
 
 
+@pytest.mark.parametrize("sizes", [(3, 3), (4, 2)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_contiguous_results_and_gradients_as_their_values(
+    batch: int, sizes: tuple[int, int]
+) -> None:
+    """Laid out as attention reads them, and back as the model had them, whatever comes back."""
+    move = Shard(2, (4, 4)), Shard(1, sizes)
+    wholes = [torch.randn(batch, 6, 8, 5) + k for k in range(3)]
+    parts = [cut(x, move[0], 2) for x in wholes]
+    wanted = [cut(x, move[1], 2) for x in wholes]
+
+    def body(group: Any, rank: int) -> Any:
+        mine = [laid(p[rank], (0, 2, 1, 3)).requires_grad_() for p in parts]
+        outs = exchange.all_to_all(
+            group, rank, (move,) * 3, *mine, tokens=(2,) * 3, contiguous=(False, True, True)
+        )
+        grads = [laid(outs[0].detach() * 2, (0, 1, 2, 3)), outs[1].detach() * 2,
+                 laid(outs[2].detach() * 2, (2, 0, 1, 3))]  # fmt: skip
+        return [x.detach() for x in outs], torch.autograd.grad(outs, mine, grads)
+
+    for rank, (outs, grads) in enumerate(on_ranks(2, body)[0]):
+        for k, (out, grad) in enumerate(zip(outs, grads, strict=True)):
+            assert torch.equal(out, wanted[k][rank])
+            assert (out if k else out.transpose(1, 2)).is_contiguous()
+            assert out.untyped_storage().nbytes() == out.nbytes, "memory is not shared"
+            assert torch.equal(grad, parts[k][rank] * 2)
+            assert (grad.transpose(1, 2) if k else grad).is_contiguous()
+
+
 class Copies(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -92,14 +121,21 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 
     monkeypatch.setattr(wire, "_all_to_all", sent)
 
-    def count(move: tuple[Shard, Shard], tokens: int, *values: Tensor) -> list[int]:
+    def count(
+        move: tuple[Shard, Shard], tokens: int, *values: Tensor, contiguous: tuple[bool, ...] = ()
+    ) -> list[int]:
         parts = [cut(x, move[0], 2) for x in values]
 
         def body(group: Any, rank: int) -> int:
             mine = [p[rank].transpose(1, 2).contiguous().transpose(1, 2) for p in parts]
             with Copies() as copies:
                 exchange.all_to_all(
-                    group, rank, (move,) * len(mine), *mine, tokens=(tokens,) * len(mine)
+                    group,
+                    rank,
+                    (move,) * len(mine),
+                    *mine,
+                    tokens=(tokens,) * len(mine),
+                    contiguous=contiguous,
                 )
             return copies.count
 
@@ -116,9 +152,11 @@ def test_one_value_of_one_row_is_copied_once(counted: Callable[..., list[int]], 
 
 
 def test_no_value_is_copied_more_than_twice(counted: Callable[..., list[int]]) -> None:
-    move = Shard(2, (4, 4)), Shard(1, (3, 3))
+    move, by_head = (Shard(2, (4, 4)), Shard(1, (3, 3))), (False, True, True)
     assert counted(move, 2, torch.randn(2, 6, 8, 5)) == [2, 2]
     assert counted(move, 2, *(torch.randn(2, 6, 8, 5) for _ in "qkv")) == [6, 6]
+    assert counted(move, 2, *(torch.randn(2, 6, 8, 5) for _ in "qkv"), contiguous=by_head) == [6, 6]
+    assert counted(move, 2, *(torch.randn(1, 6, 8, 5) for _ in "qkv"), contiguous=by_head) == [6, 6]
 
 
 def test_values_of_one_row_for_one_operation_come_in_ready(
@@ -180,3 +218,26 @@ def test_program_says_which_dim_counts_tokens(heads_first: bool) -> None:
             assert tokens in (source.dim, target.dim)
             sizes = source.sizes if tokens == source.dim else target.sizes
             assert sizes == (4, 4)  # of 8 tokens, not of 4 heads
+
+
+def test_on_a_cpu_attention_reads_heads_that_lie_together() -> None:
+    """Its kernel is the slower the further apart a head's rows are, of keys and values."""
+    table = torch.randn(16, 24, dtype=torch.float64)
+
+    def forward(ids: Tensor) -> Tensor:
+        x = F.embedding(ids, table).unflatten(-1, (4, 6)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(x, x + 1, x + 2, is_causal=True)
+        return y.cumsum(2) * 2
+
+    program = lowered(forward, (torch.zeros(2, 8, dtype=torch.int64),), 2)
+    moved, back = (node.target.contiguous for node in program.named("all_to_all"))
+    assert (moved, back) == ((False, True, True), (False,))  # q, k, v; the result
+
+
+def test_other_operations_read_what_they_find() -> None:
+    """No rule says that another operation takes any strides: a view of its input may follow."""
+    x = torch.randn(2, 4, 8)
+    program = lowered(lambda x: x.cumsum(2), (x,), 2, 2, sharded={0: Shard(2, (4, 4))})
+    (there, *_) = program.named("all_to_all")
+    (move,) = there.target.moves
+    assert move[1].dim < move[0].dim and there.target.contiguous == (False,)

@@ -40,3 +40,9 @@ class Form:
         """The tensors that hold key heads."""
         found = range(len(self.factors.ins))
         return tuple(i for i in found if self.dim_of(i, KEY_HEADS) is not None)
+
+    @property
+    def read_again(self) -> tuple[int, ...]:
+        """The tensors that every query reads: keys and values."""
+        ins = enumerate(self.factors.ins)
+        return tuple(i for i, names in ins if "t" in names and "m" not in names)
