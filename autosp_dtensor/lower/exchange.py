@@ -35,7 +35,8 @@ def all_to_all(
     group: Any,
     rank: int,
     moves: tuple[Move, ...],
-    *tensors: torch.Tensor,
+    tensors: list[torch.Tensor],
+    *,
     tokens: tuple[int | None, ...] = (),
     contiguous: tuple[bool, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
@@ -43,7 +44,8 @@ def all_to_all(
 
     Args:
         moves: for each tensor, the placement it has and the placement asked for, on different dims.
-        tensors: local parts of one dtype, any strides.
+        tensors: local parts of one dtype, any strides. The list is emptied: what nobody else holds
+            is let go of once it is packed, and before there is memory for what comes in.
         tokens: for each tensor, which of the move's two dims counts tokens; the same on all ranks.
             Where it is None, or nothing is given, the dims stay in their order on the wire.
         contiguous: which results to lay out in the order of their dims; their gradients come back
@@ -52,7 +54,7 @@ def all_to_all(
     Returns:
         local parts in the new placements, dims in memory in the order that they came in.
     """
-    return Exchange(group, rank, moves, *tensors, tokens=tokens, contiguous=contiguous).finish()
+    return Exchange(group, rank, moves, tensors, tokens=tokens, contiguous=contiguous).finish()
 
 
 class Exchange:
@@ -63,7 +65,8 @@ class Exchange:
         group: Any,
         rank: int,
         moves: tuple[Move, ...],
-        *tensors: torch.Tensor,
+        tensors: list[torch.Tensor],
+        *,
         tokens: tuple[int | None, ...] = (),
         contiguous: tuple[bool, ...] = (),
     ) -> None:
@@ -72,31 +75,34 @@ class Exchange:
         self.tokens = tokens or (None,) * len(moves)
         self.is_complex = tensors[0].is_complex()
         if self.is_complex:
-            tensors = tuple(torch.view_as_real(t.resolve_conj()) for t in tensors)
+            tensors[:] = [torch.view_as_real(t.resolve_conj()) for t in tensors]
         self.orders: Orders = ()  # of gradients
         self.backward: _Flight | None = None
         self.forward: _Flight | None = None
-        self.size = 0
-        self.received: torch.Tensor | None = _Start.apply(self, *tensors)
+        self.token: torch.Tensor | None = _Start.apply(self, *tensors)
+        tensors.clear()
+        assert self.forward is not None
+        self.forward.depart()
 
     def finish(self) -> Tensors:
         """Wait, and put the parts together. Once only."""
-        assert self.received is not None, "an exchange is finished once"
-        outs = _Finish.apply(self, self.received)
-        self.received = None
+        assert self.token is not None, "an exchange is finished once"
+        outs = _Finish.apply(self, self.token)
+        self.token = None
         return tuple(torch.view_as_complex(out) for out in outs) if self.is_complex else outs
 
 
 class _Start(torch.autograd.Function):
+    """Packs. What it gives is empty: only its place in the graph counts."""
+
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.exchange = exchange
         asked = [*zip(tensors, exchange.contiguous, strict=True)]
         orders = [list(range(x.dim())) if laid else None for x, laid in asked]
         exchange.orders = [_memory_order(x) if laid else None for x, laid in asked]
-        flight = _send(exchange, exchange.moves, tensors, orders)
-        exchange.forward, exchange.size = flight, flight.received.numel()
-        return flight.received
+        exchange.forward = _packed(exchange, exchange.moves, tensors, orders)
+        return tensors[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
@@ -108,7 +114,7 @@ class _Start(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, received: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, exchange: Exchange, token: torch.Tensor) -> Tensors:
         ctx.exchange = exchange
         assert exchange.forward is not None
         outs = exchange.forward.land()
@@ -120,9 +126,9 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor):
         exchange: Exchange = ctx.exchange
         back = tuple((target, source) for source, target in exchange.moves)
-        exchange.backward = _send(exchange, back, grads, exchange.orders)
-        # Shaped as what start gave: only its place in the order of backward counts.
-        return None, grads[0].new_zeros(1).expand(exchange.size)
+        exchange.backward = _packed(exchange, back, grads, exchange.orders)
+        exchange.backward.depart()
+        return None, grads[0].new_empty(0)
 
 
 class _Piece:
@@ -238,22 +244,43 @@ def _memory_order(x: torch.Tensor) -> list[int]:
 
 
 class _Flight:
-    """What was sent, until it is received."""
+    """What is packed: sent when it departs, received when it lands.
+
+    Args:
+        counts: numbers of elements that come in and go out, by rank; None: as many each way, in
+            equal parts.
+        unpack: makes the results of what came in.
+    """
 
     def __init__(
-        self, work: Any, sent: torch.Tensor, received: torch.Tensor, unpack: Callable[[], Tensors]
+        self,
+        group: Any,
+        sent: torch.Tensor,
+        counts: tuple[list[int], list[int]] | None,
+        unpack: Callable[[torch.Tensor], Tensors],
     ) -> None:
-        self.work, self.received, self.unpack = work, received, unpack
+        self.group, self.counts, self.unpack = group, counts, unpack
         self.sent: torch.Tensor | None = sent
+        self.received: torch.Tensor | None = None
+        self.work: Any = None
+
+    def depart(self) -> None:
+        assert self.sent is not None
+        size = sum(self.counts[0]) if self.counts else self.sent.numel()
+        self.received = self.sent.new_empty(size)
+        self.work = dist.all_to_all_single(
+            self.received, self.sent, *(self.counts or ()), group=self.group, async_op=True
+        )
 
     def land(self) -> Tensors:
         if self.work is not None:
             self.work.wait()
         self.work = self.sent = None  # its memory is there for the result
-        return self.unpack()
+        assert self.received is not None
+        return self.unpack(self.received)
 
 
-def _send(
+def _packed(
     exchange: Exchange,
     moves: Sequence[Move],
     tensors: Sequence[torch.Tensor],
@@ -265,11 +292,11 @@ def _send(
         for x, move, tokens, order in zip(tensors, moves, exchange.tokens, orders, strict=True)
     ]
     if all(p.source.even and p.target.even for p in pieces):
-        return _send_even(group, pieces)
-    return _send_uneven(group, rank, pieces)
+        return _packed_even(group, pieces)
+    return _packed_uneven(group, rank, pieces)
 
 
-def _send_even(group: Any, pieces: Sequence[_Piece]) -> _Flight:
+def _packed_even(group: Any, pieces: Sequence[_Piece]) -> _Flight:
     """Equal parts: at most one copy to pack and one to unpack for each tensor."""
     n = len(pieces[0].source.sizes)
     shapes = [p.shape(p.source.sizes[0], p.target.sizes[0]) for p in pieces]
@@ -289,10 +316,8 @@ def _send_even(group: Any, pieces: Sequence[_Piece]) -> _Flight:
     del cuts
     for piece in pieces:
         piece.forget()
-    received = torch.empty_like(sent)
-    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
 
-    def unpack() -> Tensors:
+    def unpack(received: torch.Tensor) -> Tensors:
         parts = parts_of(received, n)
         return tuple(
             piece.cut_from(part)
@@ -301,7 +326,7 @@ def _send_even(group: Any, pieces: Sequence[_Piece]) -> _Flight:
             for piece, part in zip(pieces, parts, strict=True)
         )
 
-    return _Flight(work, sent, received, unpack)
+    return _Flight(group, sent, None, unpack)
 
 
 Parts = Callable[[torch.Tensor, int], list[torch.Tensor]]
@@ -339,7 +364,7 @@ def _side_by_side(pieces: Sequence[_Piece], shapes: Sequence[Sequence[int]]) -> 
     return parts
 
 
-def _send_uneven(group: Any, rank: int, pieces: Sequence[_Piece]) -> _Flight:
+def _packed_uneven(group: Any, rank: int, pieces: Sequence[_Piece]) -> _Flight:
     """Parts of any size, none included: the exchange carries split sizes."""
     n = len(pieces[0].source.sizes)
     to = [[p.shape(p.source.sizes[rank], p.target.sizes[r]) for p in pieces] for r in range(n)]
@@ -357,10 +382,8 @@ def _send_uneven(group: Any, rank: int, pieces: Sequence[_Piece]) -> _Flight:
             at += count
     for piece in pieces:
         piece.forget()
-    received = sent.new_empty(sum(in_counts))
-    work = dist.all_to_all_single(received, sent, in_counts, out_counts, group=group, async_op=True)
 
-    def unpack() -> Tensors:
+    def unpack(received: torch.Tensor) -> Tensors:
         parts: list[list[torch.Tensor]] = [[] for _ in pieces]
         at = 0
         for r in range(n):
@@ -370,7 +393,7 @@ def _send_uneven(group: Any, rank: int, pieces: Sequence[_Piece]) -> _Flight:
                 at += count
         return tuple(_assemble(p, parts[k], rank) for k, p in enumerate(pieces))
 
-    return _Flight(work, sent, received, unpack)
+    return _Flight(group, sent, (in_counts, out_counts), unpack)
 
 
 def _assemble(piece: _Piece, parts: Sequence[torch.Tensor], rank: int) -> torch.Tensor:

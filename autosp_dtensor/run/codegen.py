@@ -18,6 +18,7 @@ from ..lower import collectives as wire
 from ..lower.exchange import Exchange, all_to_all
 from ..lower.layout import take_shard
 from ..lower.random import Seeded, mix
+from ..lower.schedule import is_exchange
 
 __all__ = ["Link", "compile_part", "compile_region"]
 
@@ -105,12 +106,18 @@ class _Writer:
         for number, (kind, node) in enumerate(steps):
             if self.marked:
                 lines.append(f"frame.at = {self.number[node]}")
+            dead = [names[n] for n in last.get(number, ())]
+            if kind != "finish" and is_exchange(node):  # lets go of what it has packed
+                given = ", ".join(self._text(a, names) for a in bound(node.args, self.link.rank))
+                lines.append(f"given = [{given}]")
+                if gone := [name for name in dead if name != names[node]]:
+                    lines.append("del " + ", ".join(gone))
+                    dead = [name for name in dead if name not in gone]
             lines.append(self._line(kind, node, names))
             if self.marked and kind != "start":
                 lines.append(f"frame.made({self.number[node]}, {names[node]})")
             if self.number[node] in self.cuts:
                 lines.append(f"{names[node]} = frame.cut({self.number[node]}, {names[node]})")
-            dead = [names[n] for n in last.get(number, ())]
             if dead:
                 lines.append("del " + ", ".join(dead))
         lines.append(f"return ({''.join(f'{names[n]}, ' for n in results)})")
@@ -128,12 +135,12 @@ class _Writer:
         if kind == "finish":
             only = "[0]" if len(node.target.moves) == 1 else ""  # type: ignore[union-attr]
             return f"{names[node]} = {names[node]}.finish(){only}"
-        args = [self._text(a, names) for a in bound(node.args, self.link.rank)]
-        return f"{names[node]} = {self._exchange(Exchange, node.target, args)}"
+        return f"{names[node]} = {self._exchange(Exchange, node.target)}"
 
-    def _exchange(self, call: Any, target: Any, args: list[str]) -> str:
+    def _exchange(self, call: Any, target: Any) -> str:
+        """Of what the line before put into `given`."""
         group, moves = self._constant(self.link.group, key="group"), self._constant(target.moves)
-        given = [str(self.link.rank), moves, *args, f"tokens={target.tokens}"]
+        given = [str(self.link.rank), moves, "given", f"tokens={target.tokens}"]
         if any(target.contiguous):
             given.append(f"contiguous={target.contiguous}")
         return f"{self._constant(call)}({group}, {', '.join(given)})"
@@ -174,7 +181,7 @@ class _Writer:
         group = self._constant(link.group, key="group")
         moves, rank = self._constant(target.moves), link.rank
         if target.kind == "all_to_all":
-            call = self._exchange(all_to_all, target, args)
+            call = self._exchange(all_to_all, target)
             return call if len(target.moves) > 1 else f"{call}[0]"
         if target.kind == "slice":
             return f"{self._constant(take_shard)}({args[0]}, {moves}[0][1], {rank})"

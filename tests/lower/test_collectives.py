@@ -40,7 +40,7 @@ def run(source: Any, target: Any, parts: list[Tensor]) -> Callable[[Any, int], T
             return collectives.all_gather(group, rank, source, x)
         if source.dim == target.dim:
             return collectives.relayout(group, rank, source, target, x)
-        return exchange.all_to_all(group, rank, ((source, target),), x)[0]
+        return exchange.all_to_all(group, rank, ((source, target),), [x])[0]
 
     return body
 
@@ -135,7 +135,7 @@ def test_several_tensors_travel_in_one_exchange(n: int, even: bool) -> None:
     sent = ((each(1, length), each(2, heads)), (each(2, length), each(1, k.shape[1])))
     parts = [cut(x, source, n) for x, (source, _) in zip((q, k), sent, strict=True)]
     given, calls = on_ranks(
-        n, lambda group, rank: exchange.all_to_all(group, rank, sent, *(p[rank] for p in parts))
+        n, lambda group, rank: exchange.all_to_all(group, rank, sent, [p[rank] for p in parts])
     )
     assert calls == ["all_to_all"]
     for index, (x, (_, target)) in enumerate(zip((q, k), sent, strict=True)):
@@ -149,7 +149,7 @@ def test_gradient_of_several_tensors_comes_back_in_one_exchange_though_one_is_un
 
     def body(group: Any, rank: int) -> list[Tensor]:
         mine = [p[rank] for p in parts]
-        first, _ = exchange.all_to_all(group, rank, sent, *mine)
+        first, _ = exchange.all_to_all(group, rank, sent, [*mine])
         return list(torch.autograd.grad(first.sum(), mine))
 
     grads, calls = on_ranks(n, body)
@@ -179,7 +179,7 @@ def test_heads_that_several_ranks_read_are_sent_to_each_and_their_gradients_adde
     parts = [p.clone().requires_grad_() for p in cut(whole, source, n)]
 
     def body(group: Any, rank: int) -> tuple[Tensor, Tensor]:
-        (out,) = exchange.all_to_all(group, rank, ((source, target),), parts[rank])
+        (out,) = exchange.all_to_all(group, rank, ((source, target),), [parts[rank]])
         return out, torch.autograd.grad(out, parts[rank], torch.full_like(out, rank + 1.0))[0]
 
     given, _ = on_ranks(n, body)

@@ -48,7 +48,7 @@ def test_ranks_may_lay_their_parts_out_differently(n: int, batch: int, tokens: i
         def body(group: Any, rank: int, number=number, move=(source, target), parts=parts) -> Any:
             order, other = orders[(5 * number + 7 * rank) % 24], orders[(number + 11 * rank) % 24]
             x = laid(parts[rank], order).requires_grad_()
-            (out,) = exchange.all_to_all(group, rank, (move,), x, tokens=(tokens,))
+            (out,) = exchange.all_to_all(group, rank, (move,), [x], tokens=(tokens,))
             grad = laid(out.detach() * 2, other)
             return out.detach(), torch.autograd.grad(out, x, grad)[0]
 
@@ -65,7 +65,7 @@ def test_dims_of_the_result_lie_as_those_of_the_input(order: tuple[int, ...]) ->
 
     def body(group: Any, rank: int) -> Tensor:
         x = laid(parts[rank], order)
-        return exchange.all_to_all(group, rank, (move,), x, tokens=(2,))[0]
+        return exchange.all_to_all(group, rank, (move,), [x], tokens=(2,))[0]
 
     for out in on_ranks(2, body)[0]:
         assert memory_order(out) == list(order)
@@ -85,7 +85,7 @@ def test_contiguous_results_and_gradients_as_their_values(
     def body(group: Any, rank: int) -> Any:
         mine = [laid(p[rank], (0, 2, 1, 3)).requires_grad_() for p in parts]
         outs = exchange.all_to_all(
-            group, rank, (move,) * 3, *mine, tokens=(2,) * 3, contiguous=(False, True, True)
+            group, rank, (move,) * 3, [*mine], tokens=(2,) * 3, contiguous=(False, True, True)
         )
         grads = [laid(outs[0].detach() * 2, (0, 1, 2, 3)), outs[1].detach() * 2,
                  laid(outs[2].detach() * 2, (2, 0, 1, 3))]  # fmt: skip
@@ -133,7 +133,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
                     group,
                     rank,
                     (move,) * len(mine),
-                    *mine,
+                    [*mine],
                     tokens=(tokens,) * len(mine),
                     contiguous=contiguous,
                 )
@@ -189,7 +189,7 @@ def test_several_values_in_one_exchange(n: int, to_heads: bool) -> None:
         def body(group: Any, rank: int, parts=parts, moves=moves) -> Any:
             order = (0, 2, 1, 3) if rank % 2 else (0, 1, 2, 3)
             mine = [laid(p[rank], order).requires_grad_() for p in parts]
-            outs = exchange.all_to_all(group, rank, moves, *mine, tokens=(2, 2, 2))
+            outs = exchange.all_to_all(group, rank, moves, [*mine], tokens=(2, 2, 2))
             outs = [out * k for k, out in enumerate(outs, 1)]
             grads = torch.autograd.grad(outs, mine, [out.detach() for out in outs])
             return [out.detach() for out in outs], grads

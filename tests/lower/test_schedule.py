@@ -87,7 +87,7 @@ def test_work_between_start_and_finish_changes_nothing(n: int, even: bool) -> No
     parts = [p.clone().requires_grad_() for p in cut(whole, source, n)]
 
     def run(group, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        flying = exchange.Exchange(group, rank, ((source, target),), parts[rank])
+        flying = exchange.Exchange(group, rank, ((source, target),), [parts[rank]])
         beside = parts[rank].sin()
         (out,) = flying.finish()
         total = (out * out).sum() + beside.sum()
@@ -109,7 +109,7 @@ def test_exchange_is_finished_once() -> None:
     move = (Shard(0, (2, 2)), Shard(1, (2, 2)))
 
     def run(group, rank: int) -> None:
-        flying = exchange.Exchange(group, rank, (move,), torch.ones(2, 4))
+        flying = exchange.Exchange(group, rank, (move,), [torch.ones(2, 4)])
         flying.finish()
         with pytest.raises(AssertionError, match="once"):
             flying.finish()

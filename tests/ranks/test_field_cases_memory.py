@@ -296,7 +296,7 @@ def far_end(rank: Rank) -> list[int]:
     source, target = Cut(0, (1, 1)), Cut(1, (half, half))
     x = torch.zeros(1, 2 * half, dtype=torch.int8)
     x[0, -1] = 5 + rank.rank
-    (got,) = all_to_all(dist.group.WORLD, rank.rank, ((source, target),), x)
+    (got,) = all_to_all(dist.group.WORLD, rank.rank, ((source, target),), [x])
     assert got.shape == (2, half)
     return got[:, -1].tolist()
 
