@@ -28,18 +28,25 @@ __all__ = [
 
 
 def lower(
-    placed: Graph, axis_size: int, fake_mode: FakeTensorMode, *, whole_border: bool = False
+    placed: Graph,
+    axis_size: int,
+    fake_mode: FakeTensorMode,
+    *,
+    whole_border: bool = False,
+    by_head: bool = True,
 ) -> Graph:
     """Run the passes for each distinct block, then for the program around; all are verified.
 
-    whole_border: keep factors of gradients at the program's border that would cancel.
+    whole_border: keep factors of gradients at the program's border that would cancel. by_head: what
+    attention reads comes as a CPU's kernel reads it best, where it is one.
     """
     blocks: dict[PlacedBlock, LoweredBlock] = {}
     for node in placed.nodes:
         if isinstance(node.target, PlacedBlock) and node.target not in blocks:
-            inner = _passes(localize(node.target.graph, axis_size), axis_size, fake_mode)
+            inner = localize(node.target.graph, axis_size, by_head=by_head)
+            inner = _passes(inner, axis_size, fake_mode)
             blocks[node.target] = LoweredBlock(node.target.block.path, inner)
-    flat = localize(placed, axis_size, blocks, whole_border=whole_border)
+    flat = localize(placed, axis_size, blocks, whole_border=whole_border, by_head=by_head)
     return _passes(flat, axis_size, fake_mode)
 
 

@@ -69,6 +69,7 @@ def localize(
     blocks: dict[PlacedBlock, Any] | None = None,
     *,
     whole_border: bool = False,
+    by_head: bool = True,
 ) -> Graph:
     """Each node becomes the same call on local tensors, each redistribute a collective or a slice.
 
@@ -78,6 +79,7 @@ def localize(
 
     blocks: what each block became, when this is the graph of a whole program; None for a block's
     own graph.
+    by_head: what attention reads comes as a CPU's kernel reads it best, where it is one.
     """
     lowered = Graph()
     made: dict[Node, Node] = {}
@@ -106,7 +108,7 @@ def localize(
             source, target = node.args[1:]
             collective = _collective(source, target, known.home)
             if collective.kind == "all_to_all":
-                together = _read_by_head(node, source, target)
+                together = by_head and _read_by_head(node, source, target)
                 collective = replace(collective, contiguous=(together,))
             made[node] = add(node, collective, (made[arg(node, 0)],))
         elif node.target is operator.getitem and known.option is None:

@@ -77,7 +77,13 @@ def build(call: Call, mesh: DeviceMesh, options: Options, host: Host | None = No
         constants.read,
     )
     made_here = openable(call) if options.tile != "none" else {}
-    flat = lower(placed, mesh.size(), captured.fake_mode, whole_border=bool(made_here))
+    flat = lower(
+        placed,
+        mesh.size(),
+        captured.fake_mode,
+        whole_border=bool(made_here),
+        by_head=options.device is None,  # else a plan for another device
+    )
     moved = absorb(flat, regions, checkpointed, options.tile)
     root = cut_regions(flat, regions, moved)
     grad = torch.is_grad_enabled()
