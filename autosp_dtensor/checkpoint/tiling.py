@@ -113,9 +113,10 @@ def attend_by_heads(region: Region, most: int | None) -> None:
     most: bytes; None: for one head of queries at a time.
     """
     for node in region.graph.nodes:
-        if node.op != "call_function" or not facts(node).meta.requires_grad:
-            continue
-        placed = facts(node).placement
+        known = facts(node)
+        if node.op != "call_function" or known.random or not known.meta.requires_grad:
+            continue  # what is drawn for some heads at a time would be other numbers
+        placed = known.placement
         ranks = range(len(placed.sizes) if isinstance(placed, Shard) else 1)
         count = max(_calls(node, most, rank) for rank in ranks)
         if count < 2:
@@ -124,8 +125,8 @@ def attend_by_heads(region: Region, most: int | None) -> None:
             node.args = (ByHeads(_called(node), most), *node.args[1:])
         else:
             node.target = ByHeads(_called(node), most)
-        notes = [note for note in (facts(node).note, f"{count} groups of heads") if note]
-        set_facts(node, facts(node).having(note=", ".join(notes)))
+        notes = [note for note in (known.note, f"{count} groups of heads") if note]
+        set_facts(node, known.having(note=", ".join(notes)))
 
 
 def _called(node: Node) -> Any:

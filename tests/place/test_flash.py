@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autosp_dtensor.capture import capture, read_call
+from autosp_dtensor.checkpoint import by_heads
 from autosp_dtensor.errors import CaptureError
 from tests import reference_attention as reference
 from tests.simulate import Lowered, Ranks, assert_program_equals_whole, lowered
@@ -132,6 +133,24 @@ def test_flash_attention_is_that_of_one_device(name: str, n: int) -> None:
     if n > 1:
         assert program.kinds().count("all_to_all") == 2
     assert not program.named("softmax")  # the kernel is one call, not looked into
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("name", CALLS)
+def test_kernel_is_called_for_one_head_at_a_time(
+    name: str, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where backward's workspace asks for it; a kernel that gives log-sum-exp too stays whole."""
+    heads: list[int] = []
+    real = by_heads._Run.cut
+
+    def noted(run: Any, tensors: Any, group: Any) -> Any:
+        heads.append(group.queries[1])
+        return real(run, tensors, group)
+
+    monkeypatch.setattr(by_heads._Run, "cut", noted)
+    assert_program_equals_whole(model(CALLS[name]), (IDS,), n, tile=100)
+    assert {*heads} == ({1} if "4" not in name else set())
 
 
 @pytest.mark.parametrize("n", [1, 2])
