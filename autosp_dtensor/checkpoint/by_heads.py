@@ -141,12 +141,11 @@ class _ByHeads(torch.autograd.Function):
                 for out, at, asked, cuts in ctx.edges:
                     given = [at.of_whole(incoming)]
                     # Retained: what it holds are numbers, and backward may come again.
-                    grads = torch.autograd.grad(
+                    grads = [*torch.autograd.grad(
                         [out], asked, given, retain_graph=True, allow_unused=True
-                    )
-                    for each, cut, grad in zip(found, cuts, grads, strict=True):
-                        each.add(cut, grad)
-                    del grads
+                    )]  # fmt: skip
+                    for each, cut in zip(found, cuts, strict=True):
+                        each.add(cut, grads.pop(0))  # one after the other, none stays
         done = iter([each.done() for each in found])
         return None, *(next(done) if w else None for w in wanted)
 
@@ -209,16 +208,19 @@ class _Gradient:
         self._sum: torch.Tensor | None = None
         self._cut: _Cut | None = None
         self._dtype: torch.dtype | None = None
+        self._own = False
 
     def add(self, cut: _Cut | None, grad: torch.Tensor | None) -> None:
         if grad is None:
             return
-        if self._sum is not None and cut == self._cut:
-            wide = torch.float32 if self._sum.dtype in _HALVES else self._sum.dtype
-            self._sum = self._sum.to(wide) + grad
+        if self._sum is None or cut != self._cut:
+            self._write()
+            self._sum, self._cut, self._dtype, self._own = grad, cut, grad.dtype, False
             return
-        self._write()
-        self._sum, self._cut, self._dtype = grad, cut, grad.dtype
+        if not self._own:  # autograd may have given the same memory for another input
+            wide = torch.float32 if grad.dtype in _HALVES else grad.dtype
+            self._sum, self._own = self._sum.to(wide, copy=True), True
+        self._sum += grad
 
     def _write(self) -> None:
         if self._sum is None or self._cut is None:
