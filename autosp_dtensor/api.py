@@ -71,7 +71,8 @@ def parallelize(
             what is wide between them never exists for all: logits and their loss, MLPs. "auto":
             where it is large (256 MiB on a rank) and takes no time: losses, and what runs again in
             backward. An integer: everywhere, that many tokens at a time. "none": nowhere. Wide
-            results (logits) beside a loss are made when they are first read.
+            results (logits) beside a loss are made when they are first read. Attention runs for
+            some heads at a time, where its backward's workspace is that large.
 
     Raises:
         MeshError: the mesh has no axis `sp_axis`, or the model is parallelized already, on another

@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from ..graph import short_name
 from ..lower import Drawn
+from .by_heads import ByHeads
 
 __all__ = ["inner", "is_attention", "is_product"]
 
@@ -34,4 +35,4 @@ def inner(node: Node) -> Any:
         target = target.target
     if getattr(target, "__name__", "") == "attend" and node.args and callable(node.args[0]):
         target = node.args[0]
-    return target
+    return target.target if isinstance(target, ByHeads) else target

@@ -16,6 +16,7 @@ from ..lower import Call, Collective, Drawn, Region, bound, local_meta, schedule
 from ..lower.layout import take_shard
 from ..placement import Shard
 from .defer import Deferred
+from .kinds import inner
 
 __all__ = ["Record", "Saved", "record", "run_fake"]
 
@@ -100,12 +101,7 @@ def record(region: Region) -> Record:
 
 def is_opaque(node: Node) -> bool:
     """Whether it is unknown what an operation saves: it is taken to be all it takes and gives."""
-    target: Any = node.target
-    if isinstance(target, Drawn):
-        target = target.target
-    if getattr(target, "__name__", "") == "attend":
-        target = node.args[0]
-    return isinstance(target, Opaque)
+    return isinstance(inner(node), Opaque)
 
 
 def _saves_all(found: Record, at: int, node: Node, values: dict[Node, Any]) -> None:

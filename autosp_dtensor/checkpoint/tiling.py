@@ -1,19 +1,24 @@
-"""Chains of token-wise operations become tiles in a region's graph."""
+"""Chains of token-wise operations become tiles in a region's graph; attention goes by heads."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 from torch.fx import Graph, Node
 
 from .._torch import FakeTensorMode
 from ..graph import facts, set_facts
-from ..lower import Call, Region, verify_lowered
+from ..lower import Call, Region, bound, local_meta, verify_lowered
+from ..place.attention.heads import attend
+from ..placement import Shard
+from .by_heads import ByHeads
 from .chains import Chain, find_chains, is_convex
 from .choose import Policy
 from .defer import defer_results
+from .head_groups import MOST_WORKSPACE, call_of, groups_of, heads_of, named
 from .order import in_order
 from .record import record
 from .tile import LEAST_BYTES, make_tile, tile_count
@@ -23,7 +28,8 @@ __all__ = ["tile_chains", "tile_free", "tile_run_again"]
 
 def tile_free(root: Region, results: int, tile: str | int, *, grad: bool) -> None:
     """Tiles that take no time: losses, and all large chains where there is no backward. An integer
-    asks for all chains, in tiles of that many tokens. Wide results are deferred.
+    asks for all chains, in tiles of that many tokens. Wide results are deferred. Attention whose
+    backward takes much workspace goes by groups of heads; with an integer, by one head at a time.
 
     Args:
         root: the whole program. results: how many of its results the user is given.
@@ -35,6 +41,8 @@ def tile_free(root: Region, results: int, tile: str | int, *, grad: bool) -> Non
     defer_results(root, results, height, grad=grad)
     for region in dict.fromkeys(region for _, region in root.walk()):
         tile_chains(region, height, lambda c: c.reduces or not grad or height is not None)
+        if grad:
+            attend_by_heads(region, MOST_WORKSPACE if height is None else None)
 
 
 def tile_run_again(policy: Policy) -> int:
@@ -97,6 +105,48 @@ def tile_chains(
         sort_graph(region.graph)
         region.calls[:] = [n.target for n in region.graph.nodes if isinstance(n.target, Call)]
     return total
+
+
+def attend_by_heads(region: Region, most: int | None) -> None:
+    """Have attention's kernel called for groups of heads where one call takes more workspace.
+
+    most: bytes; None: for one head of queries at a time.
+    """
+    for node in region.graph.nodes:
+        known = facts(node)
+        if node.op != "call_function" or known.random or not known.meta.requires_grad:
+            continue  # what is drawn for some heads at a time would be other numbers
+        placed = known.placement
+        ranks = range(len(placed.sizes) if isinstance(placed, Shard) else 1)
+        count = max(_calls(node, most, rank) for rank in ranks)
+        if count < 2:
+            continue
+        if node.target is attend:
+            node.args = (ByHeads(_called(node), most), *node.args[1:])
+        else:
+            node.target = ByHeads(_called(node), most)
+        notes = [note for note in (known.note, f"{count} groups of heads") if note]
+        set_facts(node, known.having(note=", ".join(notes)))
+
+
+def _called(node: Node) -> Any:
+    return node.args[0] if node.target is attend else node.target
+
+
+def _calls(node: Node, most: int | None, rank: int) -> int:
+    """How many groups of heads one rank has."""
+    call = call_of(_called(node))
+    args, reads = bound(node.args, rank), None
+    if node.target is attend:
+        reads, args = args[2], args[4:]
+    given = None if call is None else named(call, args, node.kwargs)
+    if call is None or given is None:
+        return 1
+    tensors = {name: each for name, each in given.items() if isinstance(each, Node)}
+    shapes = {name: local_meta(facts(each), 0, rank) for name, each in tensors.items()}
+    sizes = heads_of(call, shapes, own_keys=reads is not None)
+    itemsize = facts(node).meta.dtype.itemsize
+    return 1 if sizes is None else len(groups_of(sizes, itemsize, most))
 
 
 def contract(graph: Graph, chain: Chain, count: int) -> Node:

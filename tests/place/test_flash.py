@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autosp_dtensor.capture import capture, read_call
+from autosp_dtensor.checkpoint import by_heads, record
 from autosp_dtensor.errors import CaptureError
 from tests import reference_attention as reference
 from tests.simulate import Lowered, Ranks, assert_program_equals_whole, lowered
@@ -132,6 +133,31 @@ def test_flash_attention_is_that_of_one_device(name: str, n: int) -> None:
     if n > 1:
         assert program.kinds().count("all_to_all") == 2
     assert not program.named("softmax")  # the kernel is one call, not looked into
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("name", CALLS)
+def test_kernel_is_called_for_one_head_at_a_time(
+    name: str, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where backward's workspace asks for it; a kernel that gives log-sum-exp too stays whole."""
+    heads: list[int] = []
+    real = by_heads._Run.cut
+
+    def noted(run: Any, tensors: Any, group: Any) -> Any:
+        heads.append(group.queries[1])
+        return real(run, tensors, group)
+
+    monkeypatch.setattr(by_heads._Run, "cut", noted)
+    assert_program_equals_whole(model(CALLS[name]), (IDS,), n, tile=100)
+    assert {*heads} == ({1} if "4" not in name else set())
+
+
+def test_what_is_known_of_a_kernel_does_not_depend_on_its_calls() -> None:
+    """It is not looked into: what it saves is taken to be all it takes and gives."""
+    one, each = (lowered(model(CALLS["varlen"]), (IDS,), 2, tile=tile).root for tile in (None, 100))
+    counts = [sorted((s.bytes, s.own) for s in record(region).saved) for region in (one, each)]
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("n", [1, 2])

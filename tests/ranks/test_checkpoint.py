@@ -62,6 +62,29 @@ def test_transformers_equal_one_device(family: str, mode: str) -> None:
     run_on_ranks(families, family, MODES[mode], n=2)
 
 
+def by_heads(rank: Rank, options: dict[str, Any]) -> str:
+    import autosp_dtensor as autosp
+
+    made: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        made.append(models.build_transformers("llama"))
+        return made[-1]
+
+    build()
+    with upcasts_stay_in_fp64():
+        batch = batches_of_llama()[0]
+        assert_same_as_one_device(rank, build, batch, rank.mesh(sp=2), tile=4096, **options)
+    return str(autosp.explain(made[-1]))
+
+
+@pytest.mark.parametrize("mode", ["full", "sequence, in part offloaded"])
+def test_attention_by_heads_equals_one_device(mode: str) -> None:
+    """Tiles of more tokens than there are: attention alone is cut."""
+    texts = run_on_ranks(by_heads, MODES[mode], n=2)
+    assert all("groups of heads" in text and "tiles x1" in text for text in texts)
+
+
 def user_checkpoints(rank: Rank) -> None:
     """What the model wraps itself stays so; other blocks follow the option."""
     build = partial(models.build_t, TConfig(layers=3, checkpointed=(1,)))

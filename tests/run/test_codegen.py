@@ -62,9 +62,12 @@ class Ran:
         n: int,
         seed: int = 0,
         policy: Callable[[Lowered], Policy] | None = None,
+        tile: int | None = None,
     ) -> None:
         own = [copy.deepcopy(model) for _ in range(n)]
-        programs = [lowered(each, tuple(args), n) for each in own]  # tracing is not for threads
+        programs = [
+            lowered(each, tuple(args), n, tile=tile) for each in own
+        ]  # tracing is not for threads
         output = next(node for node in programs[0].flat.nodes if node.op == "output")
         placements = facts(output).placements
         shapes = [meta.shape for meta in facts(output).outs]
@@ -97,8 +100,9 @@ def assert_ranks_give_the_whole(
     args: Sequence[Tensor],
     n: int,
     policy: Callable[[Lowered], Policy] | None = None,
+    tile: int | None = None,
 ) -> Ran:
-    ran = Ran(model, args, n, policy=policy)
+    ran = Ran(model, args, n, policy=policy, tile=tile)
     reference = copy.deepcopy(model)
     leaves = [leaf for leaf in flatten(reference(*args))[0] if isinstance(leaf, Tensor)]
     want = list({id(leaf): leaf for leaf in leaves}.values())  # a tensor given twice is one result
