@@ -5,6 +5,7 @@ from .choose import MODES, Checkpoint, Choice, Policy, asked, policy_of, whole_b
 from .cost import DEVICES, Device, flops_of, seconds_of
 from .defer import Deferred, Later, open_inputs
 from .frame import Frame, Recompute
+from .head_groups import Heads, workspace
 from .host import Host
 from .offload import moving_inputs, offloading
 from .peak import backward_peak
@@ -21,6 +22,7 @@ __all__ = [
     "Deferred",
     "Device",
     "Frame",
+    "Heads",
     "Host",
     "Later",
     "Policy",
@@ -45,4 +47,5 @@ __all__ = [
     "tile_free",
     "tile_run_again",
     "whole_bytes",
+    "workspace",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..capture.flash import ENTRIES, FlashCall
@@ -69,6 +69,10 @@ class Heads:
         """Query heads of one key head."""
         return self.heads // self.key_heads
 
+    def of(self, group: Group) -> Heads:
+        """The sizes of a group's call."""
+        return replace(self, heads=group.queries[1], key_heads=group.keys[1])
+
 
 def heads_of(
     call: FlashCall, shapes: Mapping[str, Sequence[int]], *, own_keys: bool = False
@@ -126,13 +130,9 @@ def groups_of(sizes: Heads, itemsize: int, most: int | None) -> list[Group]:
     """
     for count in range(1 if most is not None else sizes.heads, sizes.heads):
         groups = _cut(sizes, count)
-        if max(workspace(_within(sizes, group), itemsize) for group in groups) < (most or 0):
+        if max(workspace(sizes.of(group), itemsize) for group in groups) < (most or 0):
             return groups
     return _cut(sizes, sizes.heads)
-
-
-def _within(sizes: Heads, group: Group) -> Heads:
-    return Heads(group.queries[1], group.keys[1], sizes.tokens, sizes.keys, sizes.width, sizes.wide)
 
 
 def _cut(sizes: Heads, count: int) -> list[Group]:

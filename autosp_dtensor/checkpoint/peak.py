@@ -13,6 +13,7 @@ from ..graph import facts, result_nodes, short_name
 from ..lower import Call, Collective, Region, local_meta
 from ..placement import Shard
 from .cost import is_attention, is_product
+from .head_sizes import kernel_bytes
 from .operands import local_bytes
 from .record import Record
 from .stages import Stages
@@ -113,8 +114,10 @@ def _beside(node: Node, own: bool) -> int:
     if "tiled" in short_name(target):
         return _TILES
     size = max(bytes_of_gradient(each) for each in (node, *node.all_input_nodes))
-    sends = isinstance(target, Collective) and target.sends
-    return 2 * size if sends or is_attention(node) else size
+    if is_attention(node):
+        known = kernel_bytes(node)
+        return 2 * size if known is None else known
+    return 2 * size if isinstance(target, Collective) and target.sends else size
 
 
 def _inside_tile(tile: Tile) -> int:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
 
 from torch.fx import Graph, Node
 
 from .._torch import FakeTensorMode
 from ..graph import facts, set_facts
-from ..lower import Call, Region, bound, local_meta, verify_lowered
+from ..lower import Call, Region, verify_lowered
 from ..place.attention.heads import attend
 from ..placement import Shard
 from .by_heads import ByHeads
 from .chains import Chain, find_chains, is_convex
 from .choose import Policy
 from .defer import defer_results
-from .head_groups import MOST_WORKSPACE, call_of, groups_of, heads_of, named
+from .head_groups import MOST_WORKSPACE, groups_of
+from .head_sizes import sizes_of
+from .kinds import inner
 from .order import in_order
 from .record import record
 from .tile import LEAST_BYTES, make_tile, tile_count
@@ -122,29 +123,16 @@ def attend_by_heads(region: Region, most: int | None) -> None:
         if count < 2:
             continue
         if node.target is attend:
-            node.args = (ByHeads(_called(node), most), *node.args[1:])
+            node.args = (ByHeads(inner(node), most), *node.args[1:])
         else:
-            node.target = ByHeads(_called(node), most)
+            node.target = ByHeads(inner(node), most)
         notes = [note for note in (known.note, f"{count} groups of heads") if note]
         set_facts(node, known.having(note=", ".join(notes)))
 
 
-def _called(node: Node) -> Any:
-    return node.args[0] if node.target is attend else node.target
-
-
 def _calls(node: Node, most: int | None, rank: int) -> int:
     """How many groups of heads one rank has."""
-    call = call_of(_called(node))
-    args, reads = bound(node.args, rank), None
-    if node.target is attend:
-        reads, args = args[2], args[4:]
-    given = None if call is None else named(call, args, node.kwargs)
-    if call is None or given is None:
-        return 1
-    tensors = {name: each for name, each in given.items() if isinstance(each, Node)}
-    shapes = {name: local_meta(facts(each), 0, rank) for name, each in tensors.items()}
-    sizes = heads_of(call, shapes, own_keys=reads is not None)
+    sizes = sizes_of(node, rank)
     itemsize = facts(node).meta.dtype.itemsize
     return 1 if sizes is None else len(groups_of(sizes, itemsize, most))
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from .._torch import TorchDispatchMode, TorchFunctionMode
+from ..checkpoint import Heads, workspace
 
 __all__ = ["KernelDropout", "KernelWorkspace"]
 
@@ -22,20 +23,17 @@ class KernelDropout(TorchFunctionMode):
 
 
 class KernelWorkspace(TorchDispatchMode):
-    """Attention's backward holds sums of the queries' gradients in fp32, and, where several query
-    heads share a key head, the gradients of keys and values of each. Source: flash-attention 2,
-    csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum, softmax_d, dk_expanded, dv_expanded."""
+    """Attention's backward holds the workspace of a GPU's kernel; the CPU's has next to none."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        workspace = []
-        if "attention" in func.__name__ and func.__name__.partition(".")[0].endswith("_backward"):
+        held = None
+        name = func.__name__.partition(".")[0]
+        if "attention" in name and name.endswith("_backward"):
             _, query, key, value = args[:4]
-            batch, heads, length, _ = query.shape
-            workspace = [torch.empty_like(query, dtype=torch.float32)]
-            workspace += [query.new_empty(batch, heads, length, dtype=torch.float32)]
-            if key.shape[1] != heads:
-                sizes = [(*query.shape[:2], *each.shape[2:]) for each in (key, value)]
-                workspace += [query.new_empty(size) for size in sizes]
+            batch, heads, tokens, width = query.shape
+            keys, wide = key.shape[2], value.shape[3]
+            sizes = Heads(heads, key.shape[1], batch * tokens, batch * keys, width, wide)
+            held = query.new_empty(workspace(sizes, query.element_size()), dtype=torch.uint8)
         result = func(*args, **(kwargs or {}))
-        del workspace
+        del held
         return result
