@@ -297,10 +297,11 @@ def test_more_than_one_backward_goes_through(all_cuts: None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_uneven_heads_meet_in_every_stage(all_cuts: None) -> None:
-    """Three heads on two ranks: the ranks' views and copies differ, their exchanges must not."""
-    model = ModelT(TConfig(layers=2, heads=3, kv_heads=3, attention=("sdpa",)))
+@pytest.mark.parametrize(("heads", "n"), [(3, 2), (1, 2), (2, 3)])
+def test_uneven_heads_meet_in_every_stage(all_cuts: None, heads: int, n: int) -> None:
+    """The ranks' views and copies differ, and some have no head; their exchanges must not."""
+    model = ModelT(TConfig(layers=2, heads=heads, kv_heads=heads, attention=("sdpa",)))
     ids = torch.randint(0, 16, (2, 11), generator=torch.Generator().manual_seed(0))
-    kept, again = (Ran(model, (ids, ids), 2, policy=p) for p in (None, asked("full")))
+    kept, again = (Ran(model, (ids, ids), n, policy=p) for p in (None, asked("full")))
     for a, b in zip([*kept.results, *kept.grads], [*again.results, *again.grads], strict=True):
         assert torch.equal(a, b)
