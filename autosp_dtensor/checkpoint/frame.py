@@ -253,9 +253,9 @@ class Frame:
 
     def _reach(self, stage: int) -> None:
         """What earlier stages left is let go of where nothing that is still to run takes it."""
-        of = self.recompute.stages.of
-        for at in self.recompute.stages.left_before(stage):
-            if of[at] <= stage:
+        stages = self.recompute.stages
+        for at in stages.left_before(stage):
+            if not stages.takes(stage, at):
                 self.held.pop(at, None)
 
     def wanted(self, stage: int) -> frozenset[int]:
@@ -276,7 +276,7 @@ class Frame:
         stages = self.recompute.stages
         self._reach(stage)
         for at in stages.left_before(stage):
-            if stages.of[at] > stage and at not in self.held:
+            if stages.takes(stage, at) and at not in self.held:
                 self.run_again(self._had_in(stage, at))
         function, takes = self.recompute.part_for(stage, self.wanted(stage))
         leaves = stages.each[stage].leaves

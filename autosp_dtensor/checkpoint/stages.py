@@ -59,6 +59,12 @@ class Stages:
         """Operations whose result's gradient begins a stage."""
         return {cut.at: stage for stage, cut in enumerate(self.cuts, 1) if cut.after}
 
+    def takes(self, stage: int, at: int) -> bool:
+        """Whether what runs in a stage, or after it, may take the result of an attention: if
+        anything of that stage comes after it."""
+        of = self.of[at]
+        return of > stage or (of == stage and Cut(at, after=True) not in self.cuts)
+
     def left_before(self, stage: int) -> frozenset[int]:
         """What earlier stages have left for this one."""
         return frozenset().union(*(each.leaves for each in self.each[:stage]))

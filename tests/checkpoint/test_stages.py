@@ -175,6 +175,28 @@ def test_gradients_are_those_of_a_run_that_keeps_all(name: str, mode: str, n: in
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("mode", ["full", "products"])
+@pytest.mark.parametrize("name", ["twice", "difference", "gated"])
+def test_any_cuts_may_be_missing(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pays differs by sizes: behind one attention alone, before the other, ..."""
+    model = Model(BODIES[name])
+    del model.blocks[1]
+    kept = Ran(model, (IDS,), 2)
+    made = set()
+    for chosen in range(16):
+
+        def some(found: Any, keep: Any, *_: Any, chosen: int = chosen) -> tuple[Cut, ...]:
+            places = [c for k, c in enumerate(cut_places(found)) if chosen >> k & 1]
+            made.add(cuts := staged(found, keep, places).cuts)
+            return cuts
+
+        monkeypatch.setattr(choosing, "lower_cuts", some)
+        again = Ran(model, (IDS,), 2, policy=asked(MODES[mode]))
+        for a, b in zip([*kept.results, *kept.grads], [*again.results, *again.grads], strict=True):
+            assert torch.equal(a, b), chosen
+    assert len(made) >= (4 if name == "gated" else 8)
+
+
 @pytest.mark.usefixtures("all_cuts")
 @pytest.mark.parametrize("mode", ["full", "sequence"])
 def test_what_was_drawn_is_drawn_again_in_every_stage(mode: str) -> None:
