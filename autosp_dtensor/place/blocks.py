@@ -1,7 +1,8 @@
 """Repeated blocks: equal calls of a model's layers are placed and lowered once.
 
-A block is a call of a module of a module list. Its nodes are cut out of the captured graph; blocks
-that do the same on values of the same shapes become calls of one `Block`.
+A block is a call of a module that the model repeats (`block_paths` in run/build.py). Its nodes are
+cut out of the captured graph; blocks that do the same on values of the same shapes become calls of
+one `Block`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -101,13 +102,21 @@ def build(call: Call, mesh: DeviceMesh, options: Options, host: Host | None = No
 
 
 def block_paths(live: nn.Module | None) -> set[str]:
-    """The outermost modules of module lists: what a model repeats."""
+    """The outermost modules that a model repeats: members of module lists; of dicts and sequences,
+    which also hold single layers, those of which there are several and which hold modules."""
     if live is None:
         return set()
-    lists = [p for p, m in live.named_modules() if isinstance(m, nn.ModuleList)]
-    paths = [f"{p}.{name}".lstrip(".") for p in lists for name in live.get_submodule(p)._modules]
-    found = set(paths)
-    return {p for p in paths if not any(outer in found for outer in parents(p))}
+    found: set[str] = set()
+    for path, module in live.named_modules():
+        members: dict[str, nn.Module] = {}
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            members = dict(module.named_children())
+        if not isinstance(module, nn.ModuleList):
+            inner = {name: type(each) for name, each in members.items() if any(each.children())}
+            counts = Counter(inner.values())
+            members = {name: members[name] for name, kind in inner.items() if counts[kind] > 1}
+        found |= {f"{path}.{name}".lstrip(".") for name in members}
+    return {path for path in found if not any(outer in found for outer in parents(path))}
 
 
 def region_paths(live: nn.Module | None, checkpointed: set[str]) -> set[str]:
