@@ -71,11 +71,11 @@ def _kept_lines(choice: Choice | None, region: Region, whole: int) -> list[str]:
     runs = [k for stage in choice.stages.each for k in stage.again]
     sends = sum(_sends(list(region.graph.nodes)[k]) for k in runs)
     more = f", {sends} of them collectives" if sends else ""
-    if twice := len(runs) - len(set(runs)):
+    if twice := len(runs) - len(choice.again):
         more += f"; {twice} of them once more for a later stage"
     lines = [
         f"  keeps {size_text(choice.bytes)} of {size_text(whole)} for backward",
-        f"  {len(set(runs))} operations run again{more}",
+        f"  {len(choice.again)} operations run again{more}",
     ]
     if choice.moves:
         taken = choice.moved - choice.inside

@@ -8,7 +8,7 @@ length of the sequence, a projection's does not: at long S attention is kept fir
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -162,6 +162,7 @@ def policy_of(
     budget: int | None = None,
     *,
     cut: bool = False,
+    recorded: Callable[[Region], Record] = record,
 ) -> Policy:
     """A choice for each region.
 
@@ -170,10 +171,11 @@ def policy_of(
         mode: "none", "full", "sequence", "auto" or a Checkpoint.
         budget: bytes that all regions together may keep, for "auto"; None: as much as they do.
         cut: "auto" has values again in stages, as "full" does, also where that takes time.
+        recorded: gives a region's record; who asks more than once has a cache of them.
     """
     if mode == "none" or (mode == "auto" and budget is None):
         return Policy("none", device=device)
-    found = {region: record(region) for region in regions}
+    found = {region: recorded(region) for region in regions}
     if mode == "auto":
         assert budget is not None
         choices, left = _within(found, regions, device, budget, cut)

@@ -8,7 +8,7 @@ shorter: copies are hidden behind a region's own computation, and cost time only
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..graph import arg_nodes, result_nodes
@@ -66,6 +66,7 @@ def offloading(
     inputs: dict[Region, dict[int, int]],
     *,
     cut: bool = False,
+    recorded: Callable[[Region], Record] = record,
 ) -> Policy:
     """As `policy_of`, with host memory to put values in.
 
@@ -74,9 +75,9 @@ def offloading(
             everything moves.
         host: bytes of host memory.
         inputs: of each region, those that may move; from `moving_inputs`.
-        cut: as in `policy_of`.
+        cut, recorded: as in `policy_of`.
     """
-    found = {region: record(region) for region in regions}
+    found = {region: recorded(region) for region in regions}
 
     def started(choices: dict[Region, Choice]) -> _Plan:
         return _Plan(found, regions, device, host, inputs, choices)

@@ -53,10 +53,7 @@ def tile_run_again(policy: Policy) -> int:
         how many there are; the policy was for the graphs without them.
     """
     made = 0
-    for region in policy.choices:
-        choice = policy.of(region)
-        if choice is None:
-            continue
+    for region, choice in policy.choices.items():
         nodes = list(region.graph.nodes)
         kept = {nodes[k] for k in choice.keep}
         made += tile_chains(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -63,10 +65,13 @@ def choose_policy(
     counts = Counter(region for _, region in root.walk() if region is not root)
     regions = {region: count for region, count in counts.items() if region not in own}
     device = options.device or device_of(mesh.device_type)
+    mode, kind = options.checkpoint, mesh.device_type
+    recorded = functools.cache(record)
     inputs: dict[Region, dict[int, int]] = {}
     if options.host:
-        inputs = {r: each for r, each in moving_inputs(root, record(root)).items() if r in regions}
-    mode, kind = options.checkpoint, mesh.device_type
+        inputs = {
+            r: each for r, each in moving_inputs(root, recorded(root)).items() if r in regions
+        }
 
     def policy(cut: bool) -> Policy:
         budget = None
@@ -74,18 +79,22 @@ def choose_policy(
             again = {}
             if cut:
                 start = "full" if mode == "auto" else mode
-                again = {region: asked(record(region), start, device).stages for region in regions}
-            budget = _budget(root, live, kind, options.memory_budget, inputs, again)
+                again = {
+                    region: asked(recorded(region), start, device).stages for region in regions
+                }
+            budget = _budget(root, live, kind, options.memory_budget, inputs, recorded, again)
         if not options.host or (budget is None and options.offload == "auto"):
-            return policy_of(regions, mode, device, budget, cut=cut)
-        return offloading(regions, mode, device, budget, options.host, inputs, cut=cut)
+            return policy_of(regions, mode, device, budget, cut=cut, recorded=recorded)
+        return offloading(
+            regions, mode, device, budget, options.host, inputs, cut=cut, recorded=recorded
+        )
 
     if mode != "auto":
         return policy(cut=True)
-    found = policy(cut=False)
-    if found.choices:  # stages take time, and leave room to keep more
-        found = min(found, policy(cut=True), key=lambda each: (not each.fits, each.seconds))
-    return found
+    chosen = policy(cut=False)
+    if chosen.choices:  # stages take time, and leave room to keep more
+        chosen = min(chosen, policy(cut=True), key=lambda each: (not each.fits, each.seconds))
+    return chosen
 
 
 def device_of(kind: str) -> Device:
@@ -105,6 +114,7 @@ def _budget(
     kind: str,
     given: int | None,
     inputs: dict[Region, dict[int, int]],
+    recorded: Callable[[Region], Record],
     again: dict[Region, Stages],
 ) -> int | None:
     """Bytes that regions may keep: the device's, less state, gathered parameters, and what the
@@ -118,8 +128,7 @@ def _budget(
             return None
         total = torch.cuda.get_device_properties().total_memory
         given = int(total * _SHARE) >> 30 << 30  # ranks must choose alike, and devices differ a bit
-    regions = dict.fromkeys(region for _, region in root.walk())
-    found = {region: record(region) for region in regions}
+    found = {region: recorded(region) for region in dict.fromkeys(r for _, r in root.walk())}
     taken = _state_bytes(live) + _backward_bytes(root, found, again, *_gathered_bytes(live))
     return max(0, given - taken + _passed_bytes(found[root], inputs))
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autosp_dtensor.lower import exchange
-from autosp_dtensor.placement import Shard
+from autosp_dtensor.placement import Shard, chunk_sizes
 from tests.lower import wire
 from tests.lower.wire import on_ranks
 from tests.pieces import cut, shardings
@@ -241,3 +242,29 @@ def test_other_operations_read_what_they_find() -> None:
     (there, *_) = program.named("all_to_all")
     (move,) = there.target.moves
     assert move[1].dim < move[0].dim and there.target.contiguous == (False,)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("heads", [4, 3])
+def test_what_was_packed_is_gone_before_there_is_memory_for_what_comes_in(
+    heads: int, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even parts and uneven ones, of values that the exchange alone holds."""
+    move = (Shard(1, chunk_sizes(6, 2)), Shard(2, chunk_sizes(heads, 2)))
+    packed: dict[int, list[StorageWeakRef]] = {}
+    gone: list[bool] = []
+    depart = exchange._Flight.depart
+
+    def watched(self: Any) -> None:
+        gone.extend(ref.expired() for ref in packed[self.group.rank])
+        depart(self)
+
+    def body(group: Any, rank: int) -> None:
+        start = torch.ones(2, 3, heads, 4, requires_grad=grad)
+        given = [start + k for k in range(3)]  # whose backward saves nothing
+        packed[rank] = [StorageWeakRef(x.untyped_storage()) for x in given]
+        exchange.all_to_all(group, rank, (move,) * 3, given)
+
+    monkeypatch.setattr(exchange._Flight, "depart", watched)
+    on_ranks(2, body)
+    assert len(gone) == 6 and all(gone)

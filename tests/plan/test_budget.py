@@ -33,8 +33,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     seen: dict[str, int] = {}
     real = budget.policy_of
 
-    def policy_of(regions: Any, mode: Any, device: Any, room: int, *, cut: bool) -> Any:
-        policy = real(regions, mode, device, room, cut=cut)
+    def policy_of(regions: Any, mode: Any, device: Any, room: int, **options: Any) -> Any:
+        policy = real(regions, mode, device, room, **options)
         kept = sum(policy.choices[r].bytes * n for r, n in regions.items() if policy.choices)
         seen.update(room=room, kept=kept, all=not policy.choices)
         return policy
