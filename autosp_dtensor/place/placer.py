@@ -197,6 +197,7 @@ class Placer(Versions):
         rule = find_rule(op.target, op.name, facts(node))
         option = self._choose(node, op, rule, values)
         homes = self._homes(op, rule, values, option)
+        gathered = self._to_gather(values, option)
         placed = self._emit(node, Placing(op, rule, option, tensors), homes)
         if op.single:
             value = Value(
@@ -204,18 +205,24 @@ class Placer(Versions):
             )
             value.free = self._can_redo_whole(value)
             self.values[node] = value
-            self._split_again(node, values)
+            self._split_again(node, gathered)
         else:
             self.tuples[node] = (placed, option, homes)
 
-    def _split_again(self, node: Node, values: list[Value]) -> None:
+    def _to_gather(self, values: list[Value], option: Option) -> list[Value]:
+        """The split values that an option wants whole, and that are not there so."""
+        wanted = {
+            v.source: v
+            for v, placement in zip(values, option.ins, strict=True)
+            if isinstance(placement, Replicate) and isinstance(v.placement, Shard)
+        }
+        return [v for v in wanted.values() if not self._free_whole(v.source)]
+
+    def _split_again(self, node: Node, gathered: list[Value]) -> None:
         """After an operation that every rank computed whole, go on with this rank's part."""
         value = self.values[node]
         if not isinstance(value.placement, Replicate) or value.home is None:
             return
-        gathered = [
-            v for v in values if isinstance(v.placement, Shard) and not self._free_whole(v.source)
-        ]
         if not gathered or not value.facts.meta.dtype.is_floating_point:
             return
         log.warning(

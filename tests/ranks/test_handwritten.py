@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tests import models
 from tests.compare import assert_same_as_one_device
 from tests.models_handwritten import titan_cross_entropy
+from tests.place import test_along as along
 from tests.pool import Rank, run_on_ranks
 
 
@@ -58,6 +59,17 @@ def test_model_equals_one_device_at_lengths_that_sp_does_not_divide(name: str, l
 def test_batch_of_one_and_of_three(name: str) -> None:
     for batch in (1, 3):
         run_on_ranks(handwritten_on_ranks, name, 16, batch, n=2)
+
+
+def along_on_ranks(rank: Rank, length: int) -> None:
+    mesh = rank.mesh(sp=rank.world_size)
+    batch = along.pooled_batch(length)
+    assert_same_as_one_device(rank, along.Pooled, batch, mesh, sharded=["x"])
+
+
+@pytest.mark.parametrize(("n", "length"), [(2, 13), (4, 16), (4, 8)])
+def test_convolution_cumulative_sum_and_pooling(n: int, length: int) -> None:
+    run_on_ranks(along_on_ranks, length, n=n)
 
 
 def tied_head_is_one_parameter(rank: Rank) -> list[str]:

@@ -20,7 +20,7 @@ from ...graph import facts, set_facts, short_name
 from ..insert import bind
 from ..masks import Pattern, Softmax, tiled_attention
 from .groups import merge_groups
-from .masking import MaskSearch, by_runs, noted
+from .masking import MaskSearch, by_runs, noted, whole_leaves
 from .products import Product, as_product, split_baddbmm
 from .scores import CASTS, ScoreMask, Scores, walk_back
 
@@ -206,6 +206,7 @@ def _as_strips(
         if found.dropout_p:
             options["dropout_p"] = found.dropout_p
         leaves = tuple(tiles[1])
+        masks.warn(found.after.node, whole_leaves(tiles[1], found.scores))
         if found.sink is not None:
             leaves, options["sink"] = (*leaves, _before_expand(found.sink)), True
         note = "strips: the model changes scores before softmax"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ...graph import arg_nodes, exact, facts, short_name
+from ...graph import arg_nodes, exact, facts
 from ..insert import add_call, bind
 from ..masks import (
     Pattern,
@@ -25,7 +25,7 @@ from ..masks import (
     why_not,
 )
 
-__all__ = ["MaskSearch", "by_runs", "noted", "plain_or_tiled"]
+__all__ = ["MaskSearch", "by_runs", "noted", "plain_or_tiled", "whole_leaves"]
 
 log = logging.getLogger("autosp_dtensor")
 _LARGE_MASK = 1 << 20
@@ -55,6 +55,7 @@ class MaskSearch:
         self._tiles: dict[Node, Tiles | None] = {}
         self._runs: dict[Node, tuple[Run, ...] | None] = {}
         self._same: dict[Any, TileMask] = {}
+        self._told: set[Node] = set()
 
     def pattern(self, mask: Node) -> Pattern | None:
         """What the mask allows, if kernels have a word for it."""
@@ -77,6 +78,20 @@ class MaskSearch:
     def score_tiles(self, scores: Node, product: Node) -> Tiles | None:
         """Scores as an expression of queries times keys."""
         return self._shared(tile_scores(scores, product))
+
+    def warn(self, node: Node, masks: list[Node]) -> None:
+        """Of large masks that attention at a node takes as they are: once of each, if layers share
+        it."""
+        for mask in masks:
+            meta, given = facts(mask).meta, _as_given(mask)
+            if meta.nbytes < _LARGE_MASK or given in self._told:
+                continue
+            self._told.add(given)
+            log.warning(
+                "attention at %s takes a mask of %.1f MiB as it is, whole on every rank",
+                facts(node).source,
+                meta.nbytes / 2**20,
+            )
 
     def _shared(self, found: Tiles | None) -> Tiles | None:
         if found is None:
@@ -114,12 +129,10 @@ def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
         mask = _for_each_query(graph, node, mask)
     found = masks.tiles(mask) if _has_own_rows(node) else None
     if found is None:
-        _warn(node, mask)
+        masks.warn(node, [mask])
         return noted(node, "sdpa: the mask as it is given")
     expression, leaves = found
-    for leaf in leaves:
-        if facts(leaf).meta.shape[-2:] == facts(mask).meta.shape[-2:]:
-            _warn(node, leaf)
+    masks.warn(node, whole_leaves(leaves, mask))
     options = {k: given[k] for k in ("enable_gqa", "dropout_p") if given.get(k)}
     if given.get("scale") is not None:  # 0 is a scale
         options["scale"] = given["scale"]
@@ -176,6 +189,23 @@ def _for_each_query(graph: Graph, node: Node, mask: Node) -> Node:
         return add_call(graph, node, torch.Tensor.expand, (mask, *shape), {}, meta)
 
 
+def whole_leaves(leaves: list[Node], mask: Node) -> list[Node]:
+    """What a mask [.., S, T] is made of that has as many entries for each pair."""
+    plane = facts(mask).meta.shape[-2:]
+    return [leaf for leaf in leaves if facts(leaf).meta.shape[-2:] == plane]
+
+
+def _as_given(mask: Node) -> Node:
+    """What a mask is a view, a cast, the opposite of: each layer may make its own."""
+    while mask.op == "call_function":
+        tensors = mask.all_input_nodes
+        plane = facts(mask).meta.shape[-2:]
+        if len(tensors) != 1 or facts(tensors[0]).meta.shape[-2:] != plane:
+            break
+        mask = tensors[0]
+    return mask
+
+
 def noted(node: Node, note: str) -> Node:
     """The node, with a note of what runs it and why."""
     node.meta["autosp"] = facts(node).having(note=note)
@@ -192,15 +222,3 @@ def _has_own_rows(node: Node) -> bool:
         and key[:-3] == value[:-3] == whole[:-3]
         and key[-3] == value[-3]
     )
-
-
-def _warn(node: Node, mask: Node) -> None:
-    """Once for a mask, where it is large: layers share it."""
-    meta = facts(mask).meta
-    users = [n for n in mask.users if short_name(n.target) == "scaled_dot_product_attention"]
-    if meta.nbytes >= _LARGE_MASK and (not users or node is min(users)):
-        log.warning(
-            "attention at %s takes a mask of %.1f MiB as it is, whole on every rank",
-            facts(node).source,
-            meta.nbytes / 2**20,
-        )
