@@ -56,13 +56,17 @@ def assert_reach_only(
 ) -> None:
     """Other ids leave these (row, positions) of the logits as they were, bit for bit, and not all
     of the rest."""
-    given = [leaf for leaf in flatten(((), call))[0] if isinstance(leaf, Tensor)]
-    other = [ids if leaf is call["ids"] else leaf for leaf in given]
-    before, after = (_logits(results(program, *each)) for each in (given, other))
+    before = logits_of(program, call)
+    after = logits_of(program, {k: ids if x is call["ids"] else x for k, x in call.items()})
     for row, positions in unchanged:
         assert torch.equal(before[row, positions], after[row, positions]), (row, positions)
     assert not torch.equal(before, after)
 
 
-def _logits(values: list[Tensor]) -> Tensor:
-    return next(value for value in values if value.ndim == 3)
+def logits_of(program: Lowered, call: dict[str, Any]) -> Tensor:
+    """The whole logits that a split program gives for a call, by keywords, of its shapes."""
+    given: list[Tensor] = []
+    for leaf in flatten(((), call))[0]:
+        if isinstance(leaf, Tensor) and not any(leaf is each for each in given):
+            given.append(leaf)
+    return next(value for value in results(program, *given) if value.ndim == 3)

@@ -21,6 +21,7 @@ from tests.place.field_cases import (
     assert_reach_only,
     batch_with,
     checked,
+    logits_of,
     loss_of,
 )
 from tests.simulate import Lowered, assert_program_equals_whole, lowered
@@ -153,10 +154,17 @@ def test_fc_019_borders_are_those_of_the_whole_sequence(n: int) -> None:
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize("way", WAYS)
 def test_fc_020_a_document_over_any_number_of_ranks_is_one(way: str, n: int) -> None:
+    """And of several, changing the longest leaves the others as they were, bit for bit."""
     batch = packed_batch((5, 11))
-    assert run(way, n, batch)[1] == checked(4.692)
-    for lengths in ((16,), (1, 14, 1)):
-        run(way, n, packed_batch(lengths))
+    program, loss = run(way, n, batch)
+    assert loss == checked(4.692)
+    changed = others(batch["ids"], 0, slice(5, 16))
+    assert_reach_only(program, batch, changed, [(0, slice(0, 5))])
+    run(way, n, packed_batch((16,)))
+    batch = packed_batch((1, 14, 1))
+    program, _ = run(way, n, batch)
+    changed = others(batch["ids"], 0, slice(1, 15))
+    assert_reach_only(program, batch, changed, [(0, slice(0, 1)), (0, slice(15, 16))])
 
 
 @pytest.mark.parametrize("n", RANKS)
@@ -175,17 +183,21 @@ def test_fc_021_last_token_of_a_document_has_no_target(lengths: tuple[int, ...],
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize("way", WAYS)
 def test_fc_044_documents_of_any_length_and_padding(way: str, n: int) -> None:
-    """Pads are a document of their own; a document alone gives the same logits."""
+    """Pads are a document of their own; a document alone, on one device, has the logits that the
+    ranks give it in its row, and the second one reaches no other."""
     for lengths, tail in (((7, 3, 6), 6), ((1, 1, 1, 13), 0)):
         batch = packed_batch(lengths, tail=tail)
-        run(way, n, batch)
-        logits = Packed(way, reference=True)(**batch).logits
+        program, _ = run(way, n, batch)
+        logits = logits_of(program, batch)
         start = 0
         for length in lengths:
             alone = batch_with(range(15))["ids"][:, start : start + length]
             want = ModelT()(alone).logits
             torch.testing.assert_close(logits[:, start : start + length], want)
             start += length
+        second = slice(lengths[0], lengths[0] + lengths[1])
+        rest = [(0, slice(0, second.start)), (0, slice(second.stop, 16))]
+        assert_reach_only(program, batch, others(batch["ids"], 0, second), rest)
 
 
 class Recurrent(nn.Module):

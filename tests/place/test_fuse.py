@@ -30,7 +30,7 @@ def scalar(value: float) -> Tensor:
 
 def bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    return torch.bmm(torch.bmm(q, k.mT).softmax(-1), v).unflatten(0, (2, 4))
+    return torch.bmm(torch.bmm(q, k.mT).softmax(-1), v).unflatten(0, (2, 6))
 
 
 def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,13 +117,13 @@ def _scores_too(scores: Tensor, v: Tensor) -> Tensor:
 
 
 def run(attention: Attention, n: int) -> Lowered:
-    table = torch.randn(16, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    table = torch.randn(16, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     table.requires_grad_()
 
     def model(ids: Tensor) -> Tensor:
         x = F.embedding(ids, table)
         q, k, v = (
-            (x * factor).unflatten(-1, (4, 2)).transpose(1, 2) for factor in (1.3, 0.7, -0.9)
+            (x * factor).unflatten(-1, (6, 2)).transpose(1, 2) for factor in (1.3, 0.7, -0.9)
         )
         return attention(q, k, v).transpose(1, 2).flatten(2)
 
@@ -131,7 +131,7 @@ def run(attention: Attention, n: int) -> Lowered:
     return assert_program_equals_whole(model, (ids,), n)
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("name", FUSED)
 def test_attention_by_hand_is_fused_and_equal(name: str, n: int) -> None:
     program = run(FUSED[name], n)
@@ -139,7 +139,7 @@ def test_attention_by_hand_is_fused_and_equal(name: str, n: int) -> None:
     assert not program.named("softmax")
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_only_looks_like_attention_is_left_alone(name: str, n: int) -> None:
     program = run(KEPT[name], n)

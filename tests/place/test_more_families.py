@@ -63,7 +63,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE", 4)
 
 
-@pytest.mark.parametrize(("variant", "n"), [("plain", 4), ("padding", 3)])
+@pytest.mark.parametrize(("variant", "n"), [("plain", 4), ("padding", 4), ("padding", 2)])
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_family_is_that_of_one_device(family: str, attention: str, variant: str, n: int) -> None:
     if (family, attention, variant) == ("Falcon", "sdpa", "padding"):

@@ -140,8 +140,10 @@ def test_rows_have_their_own_borders(family: str, way: str, n: int) -> None:
     assert_reach_only(program, {**batch, "ids": batch["input_ids"]}, other, unchanged)
 
 
-@pytest.mark.parametrize("variant", ["plain", "padding", "padding_positions"])
+@pytest.mark.parametrize(
+    ("variant", "n"), [("plain", 2), ("padding", 2), ("padding", 4), ("padding_positions", 4)]
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_left_padding_is_that_of_one_device(family: str, way: str, variant: str) -> None:
-    run(family, way, 3, models.batch_transformers(variant))
+def test_left_padding_is_that_of_one_device(family: str, way: str, variant: str, n: int) -> None:
+    run(family, way, n, models.batch_transformers(variant))

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autosp_dtensor.place.masks import attend, tiles
-from tests.simulate import Lowered, Ranks, assert_program_equals_whole, lowered
+from tests.simulate import Lowered, assert_program_equals_whole, lowered
 
-LENGTH, HEADS, SIZE = 13, 4, 2
+LENGTH, HEADS, SIZE = 13, 6, 2
 INF = float("inf")
 LEAST = torch.finfo(torch.float32).min
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 6 + [2] * 3, [0] * 1 + [1] * 11 + [2] * 1])
@@ -60,7 +60,7 @@ def buckets() -> Tensor:
 
 def alibi(q: Tensor, k: Tensor, v: Tensor, d: Tensor, p: Tensor) -> Tensor:
     """As BLOOM writes it."""
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).double()
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.7, 0.3]).double()
     bias = (slopes[:, None] * torch.arange(LENGTH)).unsqueeze(1).repeat(2, 1, 1)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     scores = bias.baddbmm(q, k.mT, beta=1.0, alpha=0.5)
@@ -141,8 +141,8 @@ STRIPS: dict[str, Attention] = {
         (q @ k[:, :1].mT + padded(p)).softmax(-1) @ v[:, :1]
     ),
     "shared key heads": lambda q, k, v, d, p: (
-        (q @ k[:, :2].repeat_interleave(2, 1).transpose(2, 3) + padded(p)).softmax(-1)
-        @ v[:, :2].repeat_interleave(2, 1)
+        (q @ k[:, :2].repeat_interleave(HEADS // 2, 1).transpose(2, 3) + padded(p)).softmax(-1)
+        @ v[:, :2].repeat_interleave(HEADS // 2, 1)
     ),
     "sinks": lambda q, k, v, d, p: sinks(q @ k.mT, p) @ v,
     "sinks, plainly": lambda q, k, v, d, p: (
@@ -189,7 +189,7 @@ def run(attention: Attention, n: int, **close: float) -> Lowered:
     return assert_program_equals_whole(model(attention), inputs, n, close=close)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("name", STRIPS)
 def test_strips_are_those_of_one_device(name: str, n: int) -> None:
     program = run(STRIPS[name], n)
@@ -197,7 +197,7 @@ def test_strips_are_those_of_one_device(name: str, n: int) -> None:
     assert not program.named("softmax")
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, 2, 4])
 def test_softmax_in_fp32_stays_so(n: int) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor, d: Tensor, p: Tensor) -> Tensor:
         scores = q @ k.mT + padded(p)
@@ -216,28 +216,6 @@ def test_equal_layers_share_one_expression() -> None:
 
     first, second = lowered(call, (IDS, DOCUMENTS, PADDING), 2).named("tiled_attention")
     assert first.kwargs["mask"] is second.kwargs["mask"]
-
-
-@pytest.mark.parametrize("mask", ["scores", "documents"])
-def test_backward_drops_what_forward_dropped(mask: str) -> None:
-    """out = W v with one W drawn in forward: <out, g> = <v, W^T g>."""
-
-    def call(v: Tensor, q: Tensor, d: Tensor) -> Tensor:
-        if mask == "scores":
-            weights = (torch.tanh(q @ q.mT)).masked_fill(~causal(), -INF).softmax(-1)
-            return F.dropout(weights, 0.4) @ v
-        allowed = (d[:, None, :, None] == d[:, None, None, :]) & causal()
-        return F.scaled_dot_product_attention(q, q, v, attn_mask=allowed, dropout_p=0.4)
-
-    q, v, g = (trained(2, HEADS, LENGTH, SIZE).detach() * x for x in (1.0, 0.7, -0.3))
-    v.requires_grad_()
-    program = lowered(call, (v, q, DOCUMENTS), 1)
-    assert len(program.named("tiled_attention")) == 1
-    (parts,) = Ranks(1, program.state, seed=5).run(program.root, [[v], [q], [DOCUMENTS]])
-    (grad,) = torch.autograd.grad(parts[0], v, g)
-    torch.testing.assert_close((parts[0] * g).sum(), (grad * v).sum())
-    kept = call(v, q, DOCUMENTS)
-    assert not torch.allclose(parts[0], kept)  # drawn by the program's own seed
 
 
 def test_no_rank_holds_scores() -> None:

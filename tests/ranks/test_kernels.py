@@ -42,6 +42,12 @@ def documents_change(rank: Rank, way: str) -> tuple[int, int]:
                 model.named_parameters(), reference.parameters(), strict=True
             ):
                 torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+        # The first row's first document changed: the rest of the batch is as it was, bit for bit.
+        first = STEPS[-1][0][0]
+        changed = model(**{**batch, "ids": packing.others(batch["ids"], 0, slice(0, first))})
+        before, after = (x.logits.full_tensor() for x in (got, changed))
+        assert torch.equal(before[0, first:], after[0, first:])
+        assert torch.equal(before[1], after[1]) and not torch.equal(before, after)
     return len(lines), sent
 
 
