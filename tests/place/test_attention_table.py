@@ -64,6 +64,28 @@ def test_page_names_every_cell_and_no_other() -> None:
         assert cells[:-1] == want
 
 
+def test_page_names_every_number_of_heads_and_a_test_to_paste() -> None:
+    """A cell of the page and one of its heads, joined, are the id of a test, and of each test."""
+    heads = re.findall(r"`(\d+/\d+ on \d+)`", PAGE)
+    assert heads == list(HEADS)
+    (mark,) = [each for each in test_cell.pytestmark if each.name == "parametrize"]
+    ids = {"-".join(given) for given in mark.args[1]}
+    equal = [each for each in heads if len(set(each.partition(" ")[0].split("/"))) == 1]
+    cells = {
+        cell: cell.startswith("MultiheadAttention") for row in rows().values() for cell in row[:-1]
+    }
+    assert ids == {
+        f"{cell}-{each}"
+        for cell, alike in cells.items()
+        if cell != "-"
+        for each in (equal if alike else heads)
+    }
+    (pasted,) = re.findall(
+        r"^pytest \"tests/place/test_attention_table.py::test_cell\[(.*)\]\"$", PAGE, re.M
+    )
+    assert pasted in ids
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_page_names_the_kernel_of_each_mask(flash_attn_here: list[object], mask: str) -> None:
     """Where flash-attn can run, for scaled_dot_product_attention."""

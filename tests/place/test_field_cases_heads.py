@@ -45,6 +45,7 @@ def test_fc_024_every_rank_has_the_sinks_of_its_heads(n: int) -> None:
     for block in model.blocks:
         block.attention.sinks = sinks
     assert loss_of(model, n, batch_with()) == checked(4.581)
+    loss_of(model, n, TWO_ROWS)
 
 
 @pytest.mark.parametrize("n", RANKS)

@@ -44,7 +44,9 @@ def test_fc_011_left_padding_is_kept(kind: str, n: int) -> None:
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize("kind", ["sdpa", "matmul"])
 def test_fc_012_window_is_counted_over_the_cuts(kind: str, n: int) -> None:
-    assert loss_of(TConfig(window=4, attention=(kind,)), n, batch_with()) == checked(4.607)
+    config = TConfig(window=4, attention=(kind,))
+    assert loss_of(config, n, batch_with()) == checked(4.607)
+    loss_of(config, n, batch_with(UNEVEN, 2))
 
 
 class InHalves(Attention):
@@ -87,7 +89,6 @@ class GivenMask(ModelT):
         return causal | (mask[:, None, :, None] & mask[:, None, None, :])
 
 
-@pytest.mark.filterwarnings("ignore:.*mask")  # a whole mask is used as it is, with a warning
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize("how", ["whole", "made of marks"])
 def test_fc_033_block_that_looks_both_ways_over_the_cut(how: str, n: int) -> None:
@@ -130,6 +131,7 @@ def test_fc_058_each_layer_keeps_its_window(
     model = Alternating()
     model.windowed = windowed
     assert loss_of(model, n, batch_with()) == checked(loss)
+    loss_of(model, n, batch_with(UNEVEN, 2))
 
 
 class HeadsInPlace(Attention):

@@ -250,7 +250,11 @@ def test_fc_062_each_row_has_its_borders(way: str, n: int) -> None:
     assert_reach_only(program, batch, changed, [(0, slice(5, 16)), (1, slice(0, 16))])
     changed = others(batch["ids"], 1, slice(9, 16))
     assert_reach_only(program, batch, changed, [(1, slice(0, 9)), (0, slice(0, 16))])
-    run(way, n, packed_batch((3, 13), (9, 7)))
+    # Row 0's documents changed, not its tokens: row 1 stays as it is.
+    other = packed_batch((3, 13), (9, 7))
+    before, (program, _) = logits_of(program, batch), run(way, n, other)
+    after = logits_of(program, other)
+    assert torch.equal(before[1], after[1]) and not torch.equal(before[0], after[0])
 
 
 @pytest.mark.parametrize("n", RANKS)

@@ -184,6 +184,18 @@ def test_plain_masks_need_no_tiles() -> None:
         assert node.kwargs["is_causal"] is (name != "nothing")
 
 
+@pytest.mark.parametrize("name", ["shared key heads", "shared key heads, capped"])
+def test_key_heads_are_not_repeated_before_the_exchange(name: str) -> None:
+    """enable_gqa: 2 key heads or 1 travel beside 6 query heads, in one exchange."""
+    keys = 1 if "capped" in name else 2
+    for n in (2, 4):
+        program = lowered(model(CALLS[name], flex.flex_attention), (IDS, DOCUMENTS), n)
+        assert program.kinds() == ["all_to_all", "all_to_all"]
+        there, back = (moves for _, moves in program.collectives())
+        assert [target.block for _, target in there] == [HEADS, keys, keys]
+        assert [source.block for source, _ in back] == [HEADS * SIZE]  # flattened
+
+
 class Given(nn.Module):
     """Gets its block mask as an argument, as training loops hand it in."""
 

@@ -164,7 +164,7 @@ def with_sleeps(rank: Rank) -> None:
     ids = ids_of_t(2)
     labels = labels_with_targets(ids, [range(15), (2, 9, 11)])
     batch = {"ids": ids, "labels": labels}
-    mesh = rank.mesh(sp=2)
+    mesh = rank.mesh(sp=rank.world_size)
     want = one_device(normed_with_biases, [batch])
     model = split(normed_with_biases(), mesh)
     draw, exchange = random.Random(rank.rank), dist.all_to_all_single
@@ -189,8 +189,9 @@ def with_sleeps(rank: Rank) -> None:
         torch.testing.assert_close(grad, want.grads[name], rtol=1e-9, atol=1e-12)
 
 
-def test_fc_045_late_exchanges_leave_every_gradient_bit_equal() -> None:
-    run_on_ranks(with_sleeps, n=2)
+@pytest.mark.parametrize("n", [2, 4])
+def test_fc_045_late_exchanges_leave_every_gradient_bit_equal(n: int) -> None:
+    run_on_ranks(with_sleeps, n=n)
 
 
 class Sliced(nn.Module):

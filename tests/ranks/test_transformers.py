@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests import models
 from tests.compare import assert_same_as_one_device
+from tests.place import test_cross as cross
 from tests.pool import Rank, run_on_ranks
 from tests.upcasts import upcasts_stay_in_fp64
 
@@ -143,3 +144,24 @@ def logits_on_ranks(rank: Rank, family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
 def test_logits_without_labels_feed_a_loss_outside(family: str) -> None:
     run_on_ranks(logits_on_ranks, family, n=2)
+
+
+def encoder_and_decoder_on_ranks(rank: Rank) -> None:
+    mesh = rank.mesh(sp=rank.world_size)
+    source, target = cross.ids_of(cross.SOURCE, 1), cross.ids_of(cross.TARGET, 2)
+    build = partial(cross.Seq2Seq, "sdpa", 6, 2)
+    batch = {"source": source, "target": target, "padding": cross.PADDING}
+    assert_same_as_one_device(rank, build, batch, mesh)
+    build = partial(cross.small, "t5", "eager")
+    build()  # imports the family, before the names of fp32 are replaced in it
+    labels = target.clone()
+    labels[0, 5:] = -100
+    batch = {"input_ids": source, "attention_mask": cross.PADDING, "labels": labels}
+    with upcasts_stay_in_fp64():
+        assert_same_as_one_device(rank, build, batch, mesh)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_encoder_and_decoder_equal_one_device(n: int) -> None:
+    """Padded sources of another length than the target: one by hand, 6 heads over 2, and T5."""
+    run_on_ranks(encoder_and_decoder_on_ranks, n=n)
