@@ -6,6 +6,7 @@ FIELD-CASES.md, class sequence-state: what carries something from token to token
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ class Pooled(nn.Module):
         return {"loss": F.cross_entropy(self.head(pooled), labels), "x": x}
 
 
-def pooled_batch(length: int) -> dict[str, Tensor]:
+def pooled_batch(length: int) -> dict[str, Any]:
     """Two rows that differ, padded on the left and on the right."""
     ids = torch.randint(16, (2, length), generator=torch.Generator().manual_seed(1))
     at = torch.arange(length)

@@ -68,7 +68,7 @@ def test_page_names_every_number_of_heads_and_a_test_to_paste() -> None:
     """A cell of the page and one of its heads, joined, are the id of a test, and of each test."""
     heads = re.findall(r"`(\d+/\d+ on \d+)`", PAGE)
     assert heads == list(HEADS)
-    (mark,) = [each for each in test_cell.pytestmark if each.name == "parametrize"]
+    (mark,) = [each for each in vars(test_cell)["pytestmark"] if each.name == "parametrize"]
     ids = {"-".join(given) for given in mark.args[1]}
     equal = [each for each in heads if len(set(each.partition(" ")[0].split("/"))) == 1]
     cells = {
