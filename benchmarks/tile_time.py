@@ -92,7 +92,7 @@ def main() -> None:
         step(model, ids)
         tiles = [x.split()[1] for x in str(autosp.explain(model)).splitlines() if "tiles x" in x]
         print(f"{name}: tiles {', '.join(tiles) or 'nowhere'}")
-    size = given.length * (given.vocabulary if not given.mlp else 4 * 2688) * 4 / 2**20
+    size = given.length * (4 * 8192 if given.mlp else given.vocabulary) * 4 / 2**20
     print(f"{given.length:,} tokens: {size:.0f} MiB of {'an MLP' if given.mlp else 'fp32 logits'}")
     rounds = [{m: step(model, ids) for m, model in models.items()} for _ in range(given.repeat)]
     for mode in modes:
@@ -112,10 +112,10 @@ def made(given: argparse.Namespace) -> tuple[nn.Module, dict[str, dict[str, Any]
     if given.mlp:
         model = llama(
             vocab_size=256,
-            hidden_size=768,
-            intermediate_size=2688,
+            hidden_size=512,
+            intermediate_size=8192,
             num_hidden_layers=1,
-            num_attention_heads=12,
+            num_attention_heads=8,
             max_position_embeddings=given.length,
         )
         full = {"checkpoint": "full"}
