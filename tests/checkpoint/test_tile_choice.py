@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autosp_dtensor as autosp
 from autosp_dtensor.api import forward_of
-from autosp_dtensor.checkpoint import Tile, defer, tile, tiling
+from autosp_dtensor.checkpoint import Policy, Tile, defer, tile, tiling
 from autosp_dtensor.errors import UsageError
+from autosp_dtensor.run.budget import step_fits
+from autosp_dtensor.run.build import Options
 from tests.run.fake_group import fake_mesh
 
 IDS = torch.randint(16, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -163,6 +166,20 @@ def test_a_loss_function_knows_what_fits_if_it_is_told(mesh: DeviceMesh) -> None
         loss = autosp.parallelize(z_loss, mesh, **options)
         loss(model(IDS, TARGET), TARGET).backward()
         assert counted(loss)[0] == want
+
+
+def test_a_function_does_not_know_what_else_is_on_a_gpu(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model does: it counts its own state and what its layers keep."""
+    properties = SimpleNamespace(total_memory=LARGE)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    model = autosp.parallelize(Model(z_loss), mesh, tile="none")
+    model(IDS, TARGET)
+    program, gpu = forward_of(model).last, SimpleNamespace(device_type="cuda")
+    for live, want in ((model, True), (None, None)):
+        given = program.root, program.captured, live, gpu, Options(), Policy()
+        assert step_fits(*given) is want
 
 
 def test_a_budget_that_nothing_asks_for_is_refused(mesh: DeviceMesh) -> None:
