@@ -6,7 +6,8 @@ import argparse
 import logging
 import sys
 
-from .checkpoint import DEVICES, MODES
+from .checkpoint import MODES
+from .cost import DEVICES
 from .errors import AutoSPError
 from .plan import Plan, plan
 from .plan.configs import presets

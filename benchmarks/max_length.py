@@ -26,7 +26,7 @@ import torch
 import transformers
 from baselines import BASELINES
 
-from autosp_dtensor.checkpoint import DEVICES
+from autosp_dtensor.cost import DEVICES
 from autosp_dtensor.plan.configs import model_maker, presets
 from autosp_dtensor.plan.measure import Setting, Step, fake_group
 from autosp_dtensor.plan.search import find

@@ -24,7 +24,7 @@ from .._torch import (
     memory_tracker,
 )
 from ..api import explain, forward_of, parallelize
-from ..checkpoint import Device
+from ..cost import Device
 from ..errors import UsageError
 from ..mesh import fsdp_mesh
 from ..run import block_paths
@@ -231,7 +231,9 @@ def _parallelized(setting: Setting) -> Scheme:
         options: dict[str, Any] = {"checkpoint": setting.checkpoint, "tile": setting.tile}
         if setting.host:
             options["offload"] = setting.host
-        if setting.budget is not None and (setting.checkpoint == "auto" or setting.host):
+        if setting.budget is not None and (
+            setting.host or "auto" in (setting.checkpoint, setting.tile)
+        ):
             options["memory_budget"] = setting.budget
         parallelize(model, mesh, check_ranks=False, **options)
         forward = forward_of(model)

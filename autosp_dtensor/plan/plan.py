@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint import DEVICES
+from ..cost import DEVICES
 from ..errors import UsageError
 from ..run.traffic import size_text
 from .configs import model_maker, shallow_maker
