@@ -16,6 +16,7 @@ import pytest
 
 import autosp_dtensor as autosp
 from autosp_dtensor.__main__ import main
+from autosp_dtensor.checkpoint import DEVICES
 from autosp_dtensor.errors import UsageError
 from autosp_dtensor.plan.configs import model_maker, presets, shallow_maker
 from autosp_dtensor.plan.measure import Setting, Step, fake_group, measure
@@ -90,7 +91,7 @@ def test_exchange_buffers_are_what_is_packed_and_received(
     it lies; its gradient is packed. So forward sends 4 b/n, and backward as much.
     """
     sizes = {**TINY, "num_hidden_layers": 1, "num_key_value_heads": 4}
-    each = Setting(model_maker(sizes)[1], 1, 4, "none", batch=batch)
+    each = Setting(model_maker(sizes)[1], 1, 4, "none", batch=batch, device=DEVICES["a100-80gb"])
     step = measure(each, 512, history=True)
     part = batch * 512 * TINY["hidden_size"] * 2 // 4  # type: ignore[operator]
     held = [key for key, _ in groupby(live["exchange buffers"] / part for live in step.history)]
