@@ -16,7 +16,7 @@ import pytest
 
 import autosp_dtensor as autosp
 from autosp_dtensor.__main__ import main
-from autosp_dtensor.checkpoint import DEVICES
+from autosp_dtensor.cost import DEVICES
 from autosp_dtensor.errors import UsageError
 from autosp_dtensor.plan.configs import model_maker, presets, shallow_maker
 from autosp_dtensor.plan.measure import Setting, Step, fake_group, measure

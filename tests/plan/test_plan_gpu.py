@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import autosp_dtensor as autosp
 from autosp_dtensor._torch import memory_tracker
-from autosp_dtensor.checkpoint import DEVICES
+from autosp_dtensor.cost import DEVICES
 from autosp_dtensor.plan.configs import model_maker
 from autosp_dtensor.plan.kernels import KernelWorkspace
 from autosp_dtensor.plan.measure import Setting, fake_group, measure

@@ -19,9 +19,8 @@ __all__ = ["attend_runs", "kernel_for"]
 TAKES: dict[str, tuple[torch.dtype, ...]] = {"cuda": (torch.float16, torch.bfloat16)}
 _LARGEST = 256
 TORCH = "torch's varlen_attn"
-_SMALL_GPU = (
-    192  # the largest head whose backward has room on GPUs of compute capability 8.6 and 12
-)
+# The largest head whose backward has room on GPUs of compute capability 8.6 to 8.9, and 12.
+_SMALL_GPU = 192
 _TORCH_HEADS = 8  # its heads are a multiple of; flash-attn's function pads them
 
 
