@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Tests run side by side, each worker on one core. WORKERS=0 runs them in this process (for pdb).
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # Neither tool should ask the network for a newer release of itself.
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -37,7 +40,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/train_llama.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(call PYTEST,$(VENV))
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -49,7 +52,7 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 
 compat: .venv-compat-$(TORCH)/.installed
-	.venv-compat-$(TORCH)/bin/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(call PYTEST,.venv-compat-$(TORCH))
 
 .venv-compat-$(TORCH)/.installed: pyproject.toml
 	$(call install_into,.venv-compat-$(TORCH),$(TORCH))

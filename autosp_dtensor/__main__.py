@@ -5,29 +5,32 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from typing import Any
 
-from .checkpoint import DEVICES, MODES
+from .checkpoint import MODES
+from .cost import DEVICES
 from .errors import AutoSPError
 from .plan import Plan, plan
 from .plan.configs import presets
 from .plan.plot import draw
 
+_WIDTH = 21  # of a bar
+
 
 class _Progress:
     """Steps that were measured: a bar on a terminal, lines elsewhere."""
 
-    usual = 7  # six of models with few layers and one of the whole; a search may take more
-
     def __init__(self) -> None:
-        self.count = 0
+        # Six of models with few layers and one of the whole; a search may take more.
+        self.count, self.usual = 0, 7
 
     def __call__(self, text: str) -> None:
         self.count += 1
         if not sys.stderr.isatty():
             sys.stderr.write(f"{text}\n")
             return
-        full = min(self.count, self.usual)
-        bar = "#" * full + "." * (self.usual - full)
+        full = _WIDTH * min(self.count, self.usual) // self.usual
+        bar = "#" * full + "." * (_WIDTH - full)
         sys.stderr.write(f"\r\033[K[{bar}] {text.strip()}")
         sys.stderr.flush()
 
@@ -49,6 +52,23 @@ def _bytes(text: str) -> int:
     return size
 
 
+def _tile(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text
+
+
+def _configurations(tile: str | int, host: int | None) -> dict[str, dict[str, Any]]:
+    """What lengths are compared for, by name: each way to checkpoint, with tiles and without, and
+    with host memory where there is some."""
+    tiled = "auto" if tile == "none" else tile
+    found: dict[str, dict[str, Any]] = {}
+    for mode in MODES:
+        found[f"{mode}, no tiles"] = {"checkpoint": mode, "tile": "none", "host_memory": None}
+        found[mode] = {"checkpoint": mode, "tile": tiled, "host_memory": None}
+        if host:
+            found[f"{mode}, offload"] = {"checkpoint": mode, "tile": tiled, "host_memory": host}
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m autosp_dtensor")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -56,12 +76,15 @@ def main(arguments: list[str] | None = None) -> int:
         "plan", help="memory of a step, or the longest sequence that fits"
     )
     planned.add_argument("--model", required=True,
-                         help=f"a config.json, or one of {', '.join(presets())}")  # fmt: skip
+                         help="a config.json, a model_type of transformers, or one of "
+                              f"{', '.join(presets())}")  # fmt: skip
     planned.add_argument("--gpus", type=int, default=8)
     planned.add_argument("--sp", type=int, help="ranks that share a sequence; all by default")
-    planned.add_argument("--gpu", default="a100-80gb", choices=list(DEVICES))
+    planned.add_argument("--gpu", default="a100-80gb", type=str.lower, choices=list(DEVICES))
     planned.add_argument("--seq", type=int, help="a length; without it the longest is looked for")
     planned.add_argument("--checkpoint", default="auto", choices=list(MODES))
+    planned.add_argument("--tile", default="auto", type=_tile,
+                         help="auto, none, or tokens of MLPs and losses at a time")  # fmt: skip
     planned.add_argument("--batch", type=int, default=1)
     planned.add_argument("--offload", action="store_true",
                          help="values that wait for backward may go to host memory")  # fmt: skip
@@ -69,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
                          help="of one machine, for --offload: 900GiB; 1TiB by default")  # fmt: skip
     planned.add_argument("--machine", type=int, default=8, help="GPUs that share it")
     planned.add_argument("--plot", metavar="FILE",
-                         help="a picture of the step, and of lengths by checkpoint")  # fmt: skip
+                         help="a picture of the step; without --seq, and of lengths")  # fmt: skip
     given = parser.parse_args(arguments)
     sp = given.gpus if given.sp is None else given.sp
     if given.gpus < 1 or sp < 1 or given.gpus % sp:
@@ -80,24 +103,20 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("autosp_dtensor").setLevel(logging.ERROR)
     progress = _Progress()
 
-    def planned_for(checkpoint: str, seq: int | None, history: bool) -> Plan:
+    def planned_for(configuration: dict[str, Any], history: bool = False) -> Plan:
         return plan(
-            given.model, (given.gpus // sp, sp), gpu=given.gpu, seq=seq, checkpoint=checkpoint,
-            batch=given.batch, host_memory=host, machine=given.machine, history=history,
-            progress=progress,
+            given.model, (given.gpus // sp, sp), gpu=given.gpu, seq=given.seq, batch=given.batch,
+            machine=given.machine, history=history, progress=progress, **configuration,
         )  # fmt: skip
 
+    asked = {"checkpoint": given.checkpoint, "tile": given.tile, "host_memory": host}
+    compared = _configurations(given.tile, host) if given.plot and given.seq is None else {}
+    progress.usual *= len(compared) or 1
     try:
-        found = planned_for(given.checkpoint, given.seq, bool(given.plot))
+        found = planned_for(asked, bool(given.plot))
+        plans = {n: found if each == asked else planned_for(each) for n, each in compared.items()}
+        lengths = {name: each.step.length if each.fits else 0 for name, each in plans.items()}
         if given.plot:
-            lengths = {}
-            if given.seq is None:
-                lengths = {
-                    mode: found.step.length
-                    if mode == given.checkpoint
-                    else planned_for(mode, None, False).step.length
-                    for mode in MODES
-                }
             draw(given.plot, found, lengths)
     except AutoSPError as error:
         sys.stderr.write(f"{error}\n")

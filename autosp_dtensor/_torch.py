@@ -6,7 +6,7 @@ CI runs torch 2.13.0. The tests at commit 93832ea were run on 2.11.0 and 2.14.1 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -341,24 +341,36 @@ def memory_tracker(
     optimizer: Any,
     see: Callable[[dict[Any, int]], None],
     counts: Callable[[], bool],
+    own: Mapping[str, Callable[[], bool]],
 ) -> Any:
     """FSDP2's memory tracker, which calls `see` with the live bytes by kind after each operation.
-    While `counts()` is false, what is made takes no memory.
+    While `counts()` is false, what is made takes no memory. While a function of `own` is true, what
+    is made is of the kind of its name, until `as_value` is called with it.
 
     torch's own keeps peaks of every module, which takes more time than the operations do.
     """
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 
     class Tracker(FSDPMemTracker):
         def _track(self, reftype: Any, t: torch.Tensor) -> None:
             if counts():
-                super()._track(reftype, t)
+                kind: Any = next((name for name, made in own.items() if made()), reftype)
+                super()._track(kind, t)
+
+        def as_value(self, t: torch.Tensor) -> None:
+            """From now on it is of the kind that torch gives to what is made now."""
+            backward = self._mod_tracker.is_bw and not self._in_ac
+            if t.untyped_storage() in self._WINFO:
+                kind = _FSDPRefType.TEMP if backward else _FSDPRefType.ACT
+                self._update_and_maybe_create_winfos(t, kind)
 
         def _update_peak_stats(self, peak_state: Any) -> None:
             for each in self._curr_mem_snap.values():
                 see(each)  # type: ignore[arg-type]
 
-    return Tracker(model, optimizer)  # type: ignore[arg-type]
+    tracker = Tracker(model, optimizer)  # type: ignore[arg-type]
+    tracker._ref_class = [*_FSDPRefType, *own]  # type: ignore[assignment]
+    return tracker
 
 
 class PartOnDemand(DTensor):

@@ -60,7 +60,7 @@ def parallelize(
             nothing but its inputs. "sequence": attention's output and log-sum-exp, which cost most
             to compute again per byte. "auto": what saves most time per byte, as long as it fits in
             memory. Or a `Checkpoint`. Modules that the model checkpoints itself are left alone.
-        memory_budget: bytes of one rank's device that "auto" (of either kind) may plan with; by
+        memory_budget: bytes of one rank's device that "auto" (of any kind) may plan with; by
             default nine tenths of a GPU's memory; on a CPU, where none is given, nothing is
             computed again.
         offload: whether what backward needs may wait in host memory. "none". "auto": what the
@@ -69,10 +69,11 @@ def parallelize(
             host memory of each rank, for the same; on a CPU without memory_budget, all moves.
         tile: operations that work on each token by itself run on some tokens at a time, so that
             what is wide between them never exists for all: logits and their loss, MLPs. "auto":
-            where it is large (256 MiB on a rank) and takes no time: losses, and what runs again in
-            backward. An integer: everywhere, that many tokens at a time. "none": nowhere. Wide
-            results (logits) beside a loss are made when they are first read. Attention runs for
-            some heads at a time, where its backward's workspace is that large.
+            where it is large (256 MiB on a rank) and takes no time: losses that are one sum, and
+            what runs again in backward; other losses, whose projection then runs once more, where
+            the step does not fit without. An integer: everywhere, that many tokens at a time.
+            "none": nowhere. Wide results (logits) beside a loss are made when they are first read.
+            Attention runs for some heads at a time, where its backward's workspace is that large.
 
     Raises:
         MeshError: the mesh has no axis `sp_axis`, or the model is parallelized already, on another
@@ -179,12 +180,12 @@ def _options(
             why="it is how much host memory of each rank may hold what backward needs",
             fix='"auto" takes what is free; or for example offload=100 * 2**30',
         )
-    if memory_budget is not None and checkpoint != "auto" and offload == "none":
+    if memory_budget is not None and "auto" not in (checkpoint, tile) and offload == "none":
         raise UsageError(
-            'memory_budget goes with checkpoint="auto" or with offload=.',
+            'memory_budget goes with checkpoint="auto", tile="auto" or offload=.',
             where=call_site(),
-            have=f"memory_budget={memory_budget}, checkpoint={checkpoint!r}, offload='none'",
-            why="any other choice says by itself what is kept",
+            have=f"memory_budget={memory_budget}, checkpoint={checkpoint!r}, tile={tile!r}",
+            why="any other choice says by itself what is kept, and what runs by tiles",
             fix="leave one of them out",
         )
     if not _is_count(tile) and tile not in ("auto", "none"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from torch.fx import Node
@@ -68,9 +70,9 @@ def _inside(node: Node) -> list[str]:
 def _kept_lines(choice: Choice | None, region: Region, whole: int) -> list[str]:
     if choice is None:
         return [f"  keeps {size_text(whole)} for backward"]
-    runs = [k for stage in choice.stages.each for k in stage.again]
-    sends = sum(_sends(list(region.graph.nodes)[k]) for k in runs)
-    more = f", {sends} of them collectives" if sends else ""
+    runs = _runs_again(choice, region)
+    sent = _collectives(Counter({node: runs.count(node) for node in runs}))
+    more = f", {sent} of them" if sent else ""
     if twice := len(runs) - len(choice.again):
         more += f"; {twice} of them once more for a later stage"
     lines = [
@@ -86,8 +88,21 @@ def _kept_lines(choice: Choice | None, region: Region, whole: int) -> list[str]:
     return lines
 
 
-def _sends(node: Node) -> bool:
-    return isinstance(node.target, Collective) and node.target.sends
+def _runs_again(choice: Choice, region: Region) -> list[Node]:
+    """Operations, once for each stage that they run again in."""
+    nodes = list(region.graph.nodes)
+    return [nodes[k] for stage in choice.stages.each for k in stage.again]
+
+
+def _collectives(times: Mapping[Node, int]) -> str:
+    """`2 exchanges, 1 all_reduce`: how many of these operations send, by kind."""
+    kinds: Counter[str] = Counter()
+    for node, count in times.items():
+        if isinstance(node.target, Collective) and node.target.sends:
+            kinds[node.target.kind] += count
+    exchanges = kinds.pop("all_to_all", 0)
+    texts = [f"{exchanges} exchange{'s' * (exchanges > 1)}"] if exchanges else []
+    return ", ".join([*texts, *(f"{count} {kind}" for kind, count in sorted(kinds.items()))])
 
 
 def _again_lines(program: Program, paths: dict[Region, list[str]]) -> list[str]:
@@ -104,10 +119,22 @@ def _again_lines(program: Program, paths: dict[Region, list[str]]) -> list[str]:
     )
     again = sum(choice.seconds * len(paths[region]) for region, choice in choices.items())
     kept = sum(choice.bytes * len(paths[region]) for region, choice in choices.items())
-    return [
+    times: Counter[Node] = Counter()
+    for region, choice in choices.items():
+        for node in _runs_again(choice, region):
+            times[node] += len(paths[region])
+    whole = program.policy.seconds
+    lines = []
+    if sent := _collectives(times):
+        lines.append(f"run again in a step: {sent}")
+    if whole > again:
+        late = (whole - again) / (3 * forward)
+        lines.append(f"copies to the host and back that are waited for: +{late:.1%}, in the sum:")
+    lines.append(
         f"checkpoint {program.policy.mode}: regions keep {size_text(kept)}, "
-        f"a step takes +{again / (3 * forward):.1%} ({device.name}'s figures)"
-    ]
+        f"a step takes +{whole / (3 * forward):.1%} ({device.name}'s figures)"
+    )
+    return lines
 
 
 def _host_lines(program: Program, paths: dict[Region, list[str]]) -> list[str]:

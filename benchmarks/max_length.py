@@ -26,7 +26,7 @@ import torch
 import transformers
 from baselines import BASELINES
 
-from autosp_dtensor.checkpoint import DEVICES
+from autosp_dtensor.cost import DEVICES
 from autosp_dtensor.plan.configs import model_maker, presets
 from autosp_dtensor.plan.measure import Setting, Step, fake_group
 from autosp_dtensor.plan.search import find
@@ -55,9 +55,17 @@ TO = ("FSDP2", "Ulysses by hand, compiled")  # ratios
 def versions() -> dict[str, str]:
     """What a result depends on, apart from the row."""
     here = Path(__file__).parent.parent
-    command = ["git", "-C", str(here), "log", "-1", "--format=%h", "--", "autosp_dtensor"]
-    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "autosp": commit}
+
+    def commit(path: str) -> str:
+        command = ["git", "-C", str(here), "log", "-1", "--format=%h", "--", path]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "autosp": commit("autosp_dtensor"),
+        "plan": commit("autosp_dtensor/plan"),
+    }
 
 
 def search(model: str, row: dict[str, Any], quick: bool, near: int = 0) -> Step:
@@ -79,7 +87,8 @@ def search(model: str, row: dict[str, Any], quick: bool, near: int = 0) -> Step:
 
 
 def is_fresh(known: Any, row: dict[str, Any], now: dict[str, str]) -> bool:
-    """Whether a kept result is that of the code as it is. Baselines run none of the package's."""
+    """Whether a kept result is that of the code as it is. Of the package, baselines run only the
+    planner."""
     if known is None:
         return False
     names = [name for name in now if name != "autosp" or "scheme" not in row]

@@ -1,10 +1,16 @@
 """What tiles cost a step that would fit without them: sp=1, one process, one CPU thread.
 
-    python benchmarks/tile_time.py [--length 8192] [--vocabulary 32768] [--repeat 7]
+    python benchmarks/tile_time.py [--length 8192] [--vocabulary 32768] [--loss z] [--repeat 7]
 
-A Llama whose logits are large enough for tile="auto" to tile its loss. Forward and backward under
-tile="none" and "auto", one after the other in each round, in the processor's time; and the largest
-resident memory of each, by a process of its own (Linux).
+A Llama whose logits are large enough for tiles. Forward and backward under tile="none" and "auto",
+one after the other in each round, in the processor's time; and the largest resident memory of each,
+by a process of its own (Linux). --loss z adds a z-loss: by tiles, its backward runs the final
+projection once more, so "auto" asks whether the step fits without: here told that it does (1 TiB),
+and that it does not (1 byte).
+
+    python benchmarks/tile_time.py --mlp [--length 8192] [--repeat 7]
+
+One layer with a large MLP, all of which checkpoint="full" runs again in backward anyway.
 
     python benchmarks/tile_time.py --heads [--length 8192] [--repeat 7]
 
@@ -22,18 +28,38 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from steps import llama, seconds
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autosp_dtensor as autosp
 from autosp_dtensor.checkpoint.by_heads import ByHeads
 
-MODES = ("none", "auto")
+MODES: dict[str, dict[str, Any]] = {"none": {"tile": "none"}, "auto": {"tile": "auto"}}
+FITS = {"checkpoint": "none", "memory_budget": 1 << 40}
+DOES_NOT = {"checkpoint": "none", "memory_budget": 1}
+
+
+class Scored(nn.Module):
+    """A Llama without its own loss: cross entropy and a z-loss, or hidden states' mean."""
+
+    def __init__(self, model: nn.Module, loss: str) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.loss == "mlp":
+            return self.model.model(input_ids).last_hidden_state.square().mean()
+        logits = self.model(input_ids=input_ids).logits.flatten(0, 1).float()
+        z = logits.logsumexp(-1).square().mean()
+        return F.cross_entropy(logits, labels.flatten()) + 1e-4 * z
 
 
 def main() -> None:
@@ -43,7 +69,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--memory", choices=MODES, help="print a step's resident memory alone")
+    parser.add_argument("--loss", choices=("plain", "z"), default="plain")
+    parser.add_argument("--mlp", action="store_true", help="a large MLP that runs again")
+    parser.add_argument("--memory", help="print the resident memory of one mode's step alone")
     parser.add_argument("--heads", action="store_true", help="attention by heads alone")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -52,7 +80,47 @@ def main() -> None:
         return attention(given.length, given.repeat)
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("sp",))
-    plain = llama(
+    plain, modes = made(given)
+    ids = torch.randint(0, 256, (1, given.length))
+    if given.memory:
+        step(autosp.parallelize(plain, mesh, **modes[given.memory]), ids)
+        status = Path("/proc/self/status").read_text()  # getrusage tells the parent's as well
+        print(next(x.split()[1] for x in status.splitlines() if x.startswith("VmHWM")))
+        return
+    models = {m: autosp.parallelize(copy.deepcopy(plain), mesh, **o) for m, o in modes.items()}
+    for name, model in models.items():
+        step(model, ids)
+        tiles = [x.split()[1] for x in str(autosp.explain(model)).splitlines() if "tiles x" in x]
+        print(f"{name}: tiles {', '.join(tiles) or 'nowhere'}")
+    size = given.length * (4 * 8192 if given.mlp else given.vocabulary) * 4 / 2**20
+    print(f"{given.length:,} tokens: {size:.0f} MiB of {'an MLP' if given.mlp else 'fp32 logits'}")
+    rounds = [{m: step(model, ids) for m, model in models.items()} for _ in range(given.repeat)]
+    for mode in modes:
+        taken = statistics.median(each[mode] for each in rounds)
+        ratio = statistics.median(each[mode] / each["none"] for each in rounds)
+        own = subprocess.run(
+            [sys.executable, __file__, "--memory", mode, *sys.argv[1:]],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        memory = int(own.stdout) / 2**20
+        print(f"{mode:<20} {1000 * taken:8.1f} ms, {ratio:.3f} of none; {memory:.2f} GiB")
+    dist.destroy_process_group()
+
+
+def made(given: argparse.Namespace) -> tuple[nn.Module, dict[str, dict[str, Any]]]:
+    """The model, and the options of each run by name."""
+    if given.mlp:
+        model = llama(
+            vocab_size=256,
+            hidden_size=512,
+            intermediate_size=8192,
+            num_hidden_layers=1,
+            num_attention_heads=8,
+            max_position_embeddings=given.length,
+        )
+        full = {"checkpoint": "full"}
+        return Scored(model, "mlp"), {mode: {**o, **full} for mode, o in MODES.items()}
+    model = llama(
         vocab_size=given.vocabulary,
         hidden_size=256,
         intermediate_size=768,
@@ -60,32 +128,21 @@ def main() -> None:
         num_attention_heads=8,
         max_position_embeddings=given.length,
     )
-    ids = torch.randint(0, 256, (1, given.length))
-    if given.memory:
-        seconds(autosp.parallelize(plain, mesh, tile=given.memory), ids)
-        status = Path("/proc/self/status").read_text()  # getrusage tells the parent's as well
-        print(next(x.split()[1] for x in status.splitlines() if x.startswith("VmHWM")))
-        return
-    models = {m: autosp.parallelize(copy.deepcopy(plain), mesh, tile=m) for m in MODES}
-    for model in models.values():
-        seconds(model, ids)
-    (found,) = {line.split()[1] for line in str(autosp.explain(models["auto"])).splitlines()
-                if "tiles x" in line}  # fmt: skip
-    size = given.length * given.vocabulary * 4 / 2**20
-    print(f"{given.length:,} tokens, {given.vocabulary:,} classes: {size:.0f} MiB of fp32 logits, "
-          f"tiles {found}")  # fmt: skip
-    rounds = [{m: seconds(model, ids) for m, model in models.items()} for _ in range(given.repeat)]
-    for mode in MODES:
-        taken = statistics.median(each[mode] for each in rounds)
-        ratio = statistics.median(each[mode] / each["none"] for each in rounds)
-        own = subprocess.run(
-            [sys.executable, __file__, "--memory", mode, "--length", str(given.length),
-             "--vocabulary", str(given.vocabulary)],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
-        memory = int(own.stdout) / 2**20
-        print(f"tile={mode!r:<7} {1000 * taken:8.1f} ms, {ratio:.3f} of none; {memory:.2f} GiB")
-    dist.destroy_process_group()
+    if given.loss == "plain":
+        return model, MODES
+    modes = {"none": MODES["none"], "auto, fits": FITS, "auto, does not fit": DOES_NOT}
+    return Scored(model, "z"), modes
+
+
+def step(model: nn.Module, ids: torch.Tensor) -> float:
+    """The processor's seconds of forward and backward."""
+
+    def run(input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        found = model(input_ids=input_ids, labels=labels)
+        return found if hasattr(found, "loss") else SimpleNamespace(loss=found)
+
+    run.zero_grad = model.zero_grad
+    return seconds(run, ids)
 
 
 def attention(length: int, repeat: int) -> None:

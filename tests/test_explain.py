@@ -116,6 +116,43 @@ def test_kept_bytes_of_a_simple_program_are_counted() -> None:
     assert "keeps 192 B" in row
 
 
+class Centred(nn.Module):
+    """Layers that take their input's mean over all tokens off it, and attend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(CentredLayer() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class CentredLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x.sin() - x.sin().mean(1, keepdim=True)).unflatten(-1, (2, 4))
+        q = y.transpose(1, 2)
+        return x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+
+def test_exchanges_that_run_again_are_counted_apart_from_other_collectives() -> None:
+    with fake_mesh(2) as mesh:
+        model = autosp.parallelize(Centred(), mesh, check_ranks=False, checkpoint="full")
+        model(IDS)
+        lines = autosp.explain(model).split("\n")
+    (layer,) = [line for line in lines if "operations run again" in line]
+    assert layer.endswith(" operations run again, 1 exchange, 1 all_reduce of them")
+    assert "run again in a step: 3 exchanges, 3 all_reduce" in lines
+    assert lines[-1].startswith("checkpoint full: ") and max(map(len, lines)) <= 80
+
+
 def test_what_is_not_parallelized_is_refused_with_this_text() -> None:
     with pytest.raises(UsageError) as error:
         autosp.explain(nn.Linear(2, 2))

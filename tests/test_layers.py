@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What comes later may import what comes earlier, never the other way round.
 ORDER = [
-    "source", "errors", "placement", "autocast", "closures", "tree", "graph", "_torch",
+    "source", "errors", "placement", "autocast", "closures", "tree", "graph", "cost", "_torch",
     "lazy_dtensor", "mesh", "capture", "place", "lower", "checkpoint", "run", "explain", "check",
     "api", "plan", "__init__", "__main__",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from .._torch import FakeTensorMode
 from ..errors import CaptureError
 from ..graph import Facts, Origin, given, meta_of, set_facts
 from ..tree import unflatten
+from .bias import refuse_bias
 from .bypass import patched
 from .call import Call, name_of, read_call, refuse_opaque, state_key, state_text
 from .ghost import Ghost, changed_attributes, make_ghost
@@ -80,6 +81,8 @@ def _trace(call: Call) -> tuple[Captured, list[Made]]:
     fake_mode = FakeTensorMode()
     ghost = make_ghost(call.target, fake_mode) if isinstance(call.target, nn.Module) else None
     recorder = Recorder(fake_mode, ghost)
+    for tensor in call.tensors:
+        refuse_bias(tensor, lambda: call.name)
     fakes = iter([_fake_input(t, fake_mode) for t in call.tensors])
     leaves = []
     for leaf in call.leaves:

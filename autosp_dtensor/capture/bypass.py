@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from .._torch import NON_REENTRANT, CheckpointFunction, FakeTensor, functions_run_by
 from ..errors import CaptureError
 from ..graph import given
-from . import flash, flex
+from . import bias, flash, flex
 from .entries import intercepted
 from .refuse import value_read
 
@@ -113,10 +113,11 @@ def patched(recorder: Recorder) -> Iterator[None]:
     token = _ACTIVE.set(recorder)
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # one fused call that no rule could split
+    handlers = {**flash.handlers(), **flex.handlers(), **bias.handlers(), **_LOOKS}
     try:
         with (
             torch.compiler.set_stance("force_eager"),
-            intercepted({**flash.handlers(), **flex.handlers(), **_LOOKS}, active_recorder),
+            intercepted(handlers, active_recorder),
             # Inside a call, a Function is part of what is one node already.
             functions_run_by(recorded_apply, when=lambda: not recorder.is_inside_call),
         ):

@@ -22,6 +22,7 @@ from .._torch import (
 )
 from ..errors import CaptureError, MeshError
 from ..graph import Origin
+from .bias import refuse_bias
 from .snapshot import Watch, contents, contents_now, spied_class, tensors_now
 
 __all__ = ["Ghost", "changed_attributes", "make_ghost"]
@@ -151,6 +152,7 @@ def _shell(module: nn.Module) -> nn.Module:
 def _fake(
     tensor: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode, name: str
 ) -> torch.Tensor:
+    refuse_bias(tensor, lambda: name)
     if isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):
         raise CaptureError(
             f"'{name}' is a DTensor that is neither a parameter nor an input.",

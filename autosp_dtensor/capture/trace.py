@@ -25,6 +25,7 @@ from ..graph import Facts, Meta, Origin, Scope, facts, given, meta_of, set_facts
 from ..source import user_line
 from .aliasing import Memory, memory_of
 from .atenlog import AtenLog
+from .bias import Bias, refuse_bias, with_plain_mask
 from .bypass import looked_into
 from .ghost import Ghost
 from .kept import Made, made_in
@@ -151,6 +152,7 @@ class Recorder(TorchFunctionMode):
         """Tensors from outside the trace (globals, closures) become constants."""
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             return value
+        refuse_bias(value, self.where)
         for name, real in self.consts.items():
             if real is value:
                 return next(
@@ -172,6 +174,8 @@ class Recorder(TorchFunctionMode):
         if func is torch.nn.functional.multi_head_attention_forward:
             with looked_into(), self:  # its parts have rules; as one call it has none
                 return func(*args, **kwargs)
+        if Bias in types:
+            args, kwargs = with_plain_mask(self, func, args, kwargs)
         refuse_method(func, args, self.where)
         args, kwargs = map_aggregate((args, kwargs), self.as_fake)
         inplace = inplace_argument(func, args, kwargs)
@@ -300,15 +304,9 @@ class Recorder(TorchFunctionMode):
         if node is None:
             node = self.graph.call_function(torch.Tensor.detach, (value,))
             meta = Meta(known.meta.shape, known.meta.dtype, known.meta.device, False)
-            set_facts(
-                node,
-                Facts(
-                    (meta,),
-                    scope=tuple(self.scopes),
-                    source=self.where(),
-                    aten=(torch.ops.aten.detach.default,),
-                ),
-            )
+            aten = (torch.ops.aten.detach.default,)
+            own = Facts((meta,), scope=tuple(self.scopes), source=self.where(), aten=aten)
+            set_facts(node, own)
             self._detached_nodes[value] = node
         return node
 

@@ -2,27 +2,23 @@
 
 from .absorb import absorb
 from .choose import MODES, Checkpoint, Choice, Policy, asked, policy_of, whole_bytes
-from .cost import DEVICES, Device, flops_of, seconds_of
+from .cost import flops_of, seconds_of
 from .defer import Deferred, Later, open_inputs
 from .frame import Frame, Recompute
-from .head_groups import Heads, workspace
 from .host import Host
 from .offload import moving_inputs, offloading
 from .peak import backward_peak
 from .record import Record, record, run_fake
 from .stages import Stages, meets_others, needed
 from .tile import Tile
-from .tiling import tile_chains, tile_free, tile_run_again
+from .tiling import tile_chains, tile_free, tile_losses, tile_run_again
 
 __all__ = [
-    "DEVICES",
     "MODES",
     "Checkpoint",
     "Choice",
     "Deferred",
-    "Device",
     "Frame",
-    "Heads",
     "Host",
     "Later",
     "Policy",
@@ -45,7 +41,7 @@ __all__ = [
     "seconds_of",
     "tile_chains",
     "tile_free",
+    "tile_losses",
     "tile_run_again",
     "whole_bytes",
-    "workspace",
 ]

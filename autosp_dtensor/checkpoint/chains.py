@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
+from ..autocast import autocast_state
 from ..capture.tap import Tap
 from ..capture.targets import Opaque
 from ..graph import facts, short_name
@@ -20,6 +21,7 @@ from ..place.rule import Option
 from ..placement import Partial, Replicate, Shard
 from .grow import grow, join
 from .operands import is_part, local_bytes, operands, placements_of
+from .tiled import takes_fp16
 
 __all__ = [
     "WIDER",
@@ -59,6 +61,19 @@ class Chain:
     def reduces(self) -> bool:
         """Whether nothing as long as the sequence and wide comes out, as of a loss."""
         return self.narrow * 64 <= self.bytes
+
+    @property
+    def sums_once(self) -> bool:
+        """Whether one sum, a single number, is all that has a gradient: tiles can make that when
+        they run, without a second run in backward. fp16 is scaled for its gradients, and waits.
+        """
+        trained = [facts(node) for node in self.outputs if facts(node).meta.requires_grad]
+        if len(trained) != 1 or isinstance(trained[0].placement, Shard):
+            return False
+        kinds = {facts(node).meta.device.type for node in self.inputs}
+        state = autocast_state(next(iter(kinds)))
+        dtypes = (facts(node).meta.dtype for node in self.inputs)
+        return trained[0].meta.numel == 1 and not takes_fp16(dtypes, state)
 
 
 def is_token_wise(node: Node) -> tuple[int, ...] | None:

@@ -15,11 +15,12 @@ from torch.fx import Node
 
 from ..capture.tap import Tap
 from ..capture.targets import Opaque
+from ..cost import DEVICES, Device
 from ..errors import UsageError
 from ..graph import short_name
 from ..lower import Call, Collective, Region
-from .cost import DEVICES, Device, is_attention, is_product
 from .cuts import FREE, lower_cuts, seconds_again
+from .kinds import is_attention, is_product
 from .record import Record, record
 from .stages import Cut, Stages, staged
 from .tile import Tile

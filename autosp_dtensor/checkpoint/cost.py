@@ -1,58 +1,29 @@
-"""FLOPs, bytes and seconds of an operation on one rank: the one cost model of the package.
-
-An operation takes the longer of its arithmetic and its memory traffic, a collective its bytes over
-the link (the roofline model: Williams, Waterman, Patterson, 2009). Peaks are the vendors' for dense
-bf16; `reached` is the share of them that large operations reach.
-"""
+"""FLOPs, bytes and seconds of an operation of a lowered graph on one rank, by `../cost.py`."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
+from ..cost import (
+    Device,
+    attention_flops,
+    pairs_read,
+    product_flops,
+    seconds_to_compute,
+    seconds_to_send,
+)
 from ..graph import facts, short_name
 from ..lower import Collective, local_meta
-from .kinds import inner, is_attention, is_product
+from ..place.masks.runs import Runs
+from .head_sizes import call_sizes
+from .kinds import inner, is_attention, is_product, sequences_read
+from .operands import local_bytes
 from .tile import Tile
 
-__all__ = ["DEVICES", "Device", "bytes_of", "flops_of", "is_attention", "is_product", "seconds_of"]
-
-
-@dataclass(frozen=True)
-class Device:
-    """Peaks of one device.
-
-    flops: dense bf16, per second. memory: bytes per second. link: bytes per second that one device
-    sends to others in its node. size: bytes of memory. host: bytes per second to host memory, one
-    direction. reached: share of the peaks.
-    """
-
-    name: str
-    flops: float
-    memory: float
-    link: float
-    size: int
-    host: float
-    reached: float = 0.6
-
-
-# NVIDIA's data sheets: A100 SXM (2021), H100 SXM (2023), H200 SXM (2024), B200 (2025). Links are
-# NVLink's one direction; to the host, PCIe's: 16 lanes of generation 4 (A100) or 5. "cpu" is a core
-# of this kind of machine, to compare plans by, not to time.
-DEVICES: dict[str, Device] = {
-    device.name: device
-    for device in (
-        Device("a100-40gb", 312e12, 1.555e12, 300e9, 40 << 30, 32e9),
-        Device("a100-80gb", 312e12, 2.039e12, 300e9, 80 << 30, 32e9),
-        Device("h100-80gb", 989e12, 3.35e12, 450e9, 80 << 30, 64e9),
-        Device("h200-141gb", 989e12, 4.8e12, 450e9, 141 << 30, 64e9),
-        Device("b200-180gb", 2250e12, 7.7e12, 900e9, 180 << 30, 64e9),
-        Device("cpu", 50e9, 10e9, 2e9, 16 << 30, 5e9),
-    )
-}
+__all__ = ["bytes_of", "flops_of", "seconds_of"]
 
 
 def flops_of(node: Node) -> float:
@@ -61,56 +32,78 @@ def flops_of(node: Node) -> float:
         return node.target.count * sum(
             flops_of(each) for each in node.target.body.nodes if each.op == "call_function"
         )
-    shapes = [local_meta(facts(each), 0, 0) for each in node.all_input_nodes]
-    known = facts(node)
-    out = local_meta(known, 0, 0)
     if is_attention(node):
-        return _attention_flops(node, shapes)
+        return _attention_flops(node)
+    shapes = [local_meta(facts(each), 0, 0) for each in node.all_input_nodes]
+    out = local_meta(facts(node), 0, 0)
     name = short_name(inner(node))
     if not is_product(node) or not shapes:
         return 0.0
     if name.startswith("conv"):
-        return 2.0 * math.prod(out) * math.prod(shapes[1][1:])
+        return product_flops(out, math.prod(shapes[1][1:]))
     if name == "einsum":
         text = next((a for a in node.args if isinstance(a, str)), "")
         letters = text.replace(" ", "").partition("->")[0].split(",")
         sizes = {x: s for term, shape in zip(letters, shapes, strict=False)
                  for x, s in zip(term, shape, strict=False)}  # fmt: skip
-        return 2.0 * math.prod(sizes.values())
+        return product_flops((*sizes.values(),), 1)
     contracted = shapes[1] if name in ("addmm", "baddbmm") else shapes[0]
-    return 2.0 * math.prod(out) * (contracted[-1] if contracted else 1)
+    return product_flops(out, contracted[-1] if contracted else 1)
 
 
-def _attention_flops(node: Node, shapes: list[tuple[int, ...]]) -> float:
-    """Scores and their product with the values: 2 S T (D + E) of each head, half of it if causal.
+def _attention_flops(node: Node) -> float:
+    """Of the pairs that a call's arguments let it read, as far as they say."""
+    name, out = short_name(inner(node)), local_meta(facts(node), 0, 0)
+    shapes = [local_meta(facts(each), 0, 0) for each in node.all_input_nodes]
+    if name == "flex_weights":  # its scores are a product of their own
+        return product_flops(shapes[0], shapes[1][-1])
+    if name == "tiled_attention":
+        (*lead, queries, width), (keys, _), wide = shapes[0], shapes[1][-2:], shapes[2][-1]
+        pairs = _tiled_pairs(node, queries, keys)
+        return attention_flops(math.prod(lead) * pairs, width, wide)
+    known = call_sizes(node, 0)
+    if known is None:  # a kernel of the user's: its result, for each key that it reads
+        keys = max(sequences_read(node), default=0) or out[-2]
+        return attention_flops(math.prod(out[:-1]) * keys, out[-1], out[-1])
+    call, sizes, given = known
+    queries, keys = sizes["m"], sizes.get("t", sizes["m"])
+    lead, times = sizes["h"], float(sizes.get("b", 1))
+    if "b" not in call.out:  # rows of their own lengths, one after another
+        longest = given.get("max_seqlen_k", given.get("max_seqlen"))
+        longest = min(longest, keys) if isinstance(longest, int) and longest > 0 else keys
+        times, queries, keys = queries / longest, longest, longest
+    left, right = _window(given)
+    first = 0 if name == "scaled_dot_product_attention" else None
+    pairs = lead * times * pairs_read(queries, keys, left, right, first=first)
+    return attention_flops(pairs, sizes["d"], sizes.get("e", sizes["d"]))
 
-    Source: Dao et al., FlashAttention, arXiv:2205.14135, counts so.
-    """
-    query, *others = shapes
-    call: Any = getattr(inner(node), "form", "")
-    if call:  # [.., S, H, D]
-        tokens = math.prod(query[:-1])
-        whole = math.prod(others[0][:-2]) if others else tokens
-        pairs = tokens * (whole / max(query[0] if len(query) == 4 else 1, 1))
-        return 4.0 * pairs * query[-1] * 0.5
-    lead, (s, d) = math.prod(query[:-2]), query[-2:]
-    keys = others[0][-2] if others else s
-    values = others[1][-1] if len(others) > 1 else d
-    causal = node.kwargs.get("is_causal") or short_name(inner(node)) == "tiled_attention"
-    return 2.0 * lead * s * keys * (d + values) * (0.5 if causal else 1.0)
+
+def _window(given: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Keys before and after a query's own, by whichever names a call has for them; None: all."""
+    left, right = given.get("window_size") or (None, None)
+    if isinstance(given.get("sliding_window"), int):  # with the query's own
+        left = given["sliding_window"] - 1
+    if given.get("causal") or given.get("is_causal"):
+        right = 0
+    return None if left is None or left < 0 else left, None if right is None or right < 0 else right
+
+
+def _tiled_pairs(node: Node, queries: int, keys: int) -> int:
+    """Of the runs that a mask is proved to be; what the data say is taken for causal."""
+    runs = node.kwargs.get("runs")
+    known = runs.known if isinstance(runs, Runs) else None
+    if known is None:
+        return pairs_read(queries, keys, right=0)
+    wide = [(None if r.before < 0 else r.before, None if r.after < 0 else r.after) for r in known]
+    return sum(
+        pairs_read(r.bottom - r.top, r.right - r.left, *window)
+        for r, window in zip(known, wide, strict=True)
+    )
 
 
 def bytes_of(node: Node) -> int:
     """Bytes that a node reads and writes on one rank."""
-    known = facts(node)
-    total = sum(
-        math.prod(local_meta(known, i, 0)) * meta.dtype.itemsize
-        for i, meta in enumerate(known.outs)
-    )
-    for each in node.all_input_nodes:
-        other = facts(each)
-        total += math.prod(local_meta(other, 0, 0)) * other.meta.dtype.itemsize
-    return total
+    return local_bytes(node) + sum(local_bytes(each) for each in node.all_input_nodes)
 
 
 def seconds_of(node: Node, device: Device) -> float:
@@ -120,6 +113,5 @@ def seconds_of(node: Node, device: Device) -> float:
         inside = [each for each in target.body.nodes if each.op == "call_function"]
         return target.count * sum(seconds_of(each, device) for each in inside)
     if isinstance(target, Collective) and target.sends:
-        return facts(node).bytes / device.link / device.reached
-    arithmetic = flops_of(node) / device.flops
-    return max(arithmetic, bytes_of(node) / device.memory) / device.reached
+        return seconds_to_send(facts(node).bytes, device)
+    return seconds_to_compute(flops_of(node), bytes_of(node), device)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from ..cost import Device
 from ..lower import Call
-from .cost import Device, seconds_of
+from .cost import seconds_of
 from .peak import backward_moments
 from .record import Record
 from .stages import Cut, Stages, cut_places, staged

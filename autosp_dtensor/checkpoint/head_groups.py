@@ -13,6 +13,7 @@ from typing import Any
 
 from ..capture.flash import ENTRIES, FlashCall
 from ..capture.targets import Opaque
+from ..cost import workspace
 from ..graph import short_name
 from ..placement import balanced_sizes
 
@@ -23,8 +24,8 @@ __all__ = [
     "call_of",
     "groups_of",
     "heads_of",
+    "kernel_of",
     "named",
-    "workspace",
 ]
 
 # Of one call, from which on fewer heads at a time gain something. A call that has this much fills a
@@ -36,11 +37,16 @@ _TORCH = FlashCall(
 )
 
 
-def call_of(target: Callable[..., Any]) -> FlashCall | None:
+def kernel_of(target: Callable[..., Any]) -> FlashCall | None:
     """The names and dims of an attention's tensors; None for what is no kernel of heads."""
     if isinstance(target, Opaque):
-        return ENTRIES.get(target.form) if target.single else None
+        return ENTRIES.get(target.form)
     return _TORCH if short_name(target) == "scaled_dot_product_attention" else None
+
+
+def call_of(target: Callable[..., Any]) -> FlashCall | None:
+    """The same, if it gives one tensor: what can be called for some heads at a time."""
+    return None if isinstance(target, Opaque) and not target.single else kernel_of(target)
 
 
 def named(call: FlashCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -73,6 +79,11 @@ class Heads:
         """The sizes of a group's call."""
         return replace(self, heads=group.queries[1], key_heads=group.keys[1])
 
+    def workspace(self, itemsize: int) -> int:
+        """Bytes that the kernel's backward allocates beside the gradients."""
+        sizes = self.heads, self.key_heads, self.tokens, self.keys, self.width, self.wide
+        return workspace(*sizes, itemsize)
+
 
 def heads_of(
     call: FlashCall, shapes: Mapping[str, Sequence[int]], *, own_keys: bool = False
@@ -102,19 +113,6 @@ def heads_of(
     return Heads(count, key_count, rows * sizes["m"], rows * keys, width, sizes.get("e", width))
 
 
-def workspace(sizes: Heads, itemsize: int) -> int:
-    """Bytes that a kernel's backward allocates beside the gradients.
-
-    Source: mha_bwd in flash-attention's csrc/flash_attn/flash_api.cpp (dq_accum, softmax_d, and
-    where key heads are shared dk_expanded and dv_expanded); torch's own flash kernel is the same.
-    """
-    rounded = -(-sizes.width // 32) * 32
-    total = 4 * sizes.tokens * sizes.heads * (rounded + 1)
-    if sizes.heads != sizes.key_heads:
-        total += itemsize * sizes.keys * sizes.heads * (sizes.width + sizes.wide)
-    return total
-
-
 @dataclass(frozen=True)
 class Group:
     """What one call takes: (first, count) of the query heads, and of the key heads."""
@@ -130,7 +128,7 @@ def groups_of(sizes: Heads, itemsize: int, most: int | None) -> list[Group]:
     """
     for count in range(1 if most is not None else sizes.heads, sizes.heads):
         groups = _cut(sizes, count)
-        if max(workspace(sizes.of(group), itemsize) for group in groups) < (most or 0):
+        if max(sizes.of(group).workspace(itemsize) for group in groups) < (most or 0):
             return groups
     return _cut(sizes, sizes.heads)
 

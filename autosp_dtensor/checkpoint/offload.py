@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ..cost import Device, seconds_to_copy
 from ..graph import arg_nodes, result_nodes
 from ..lower import Call, Region
 from .choose import Checkpoint, Choice, Policy, asked, kept_bytes, least, name_of, steps, with_cuts
-from .cost import Device
 from .cuts import forward_seconds
 from .operands import local_bytes
 from .record import Record, record
@@ -217,7 +217,7 @@ class _Plan:
         """Of one call: what runs again, and the copies' time beyond that of the computation (twice
         as long in backward as in forward).
         """
-        way = choice.moved / self.device.host / self.device.reached
+        way = seconds_to_copy(choice.moved, self.device)
         forward = self._forward[region]
         late = max(0.0, way - forward) + max(0.0, way - 2 * forward - choice.seconds)
         return choice.seconds + late

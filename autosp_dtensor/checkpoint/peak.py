@@ -12,8 +12,8 @@ from torch.fx import Node
 from ..graph import facts, result_nodes, short_name
 from ..lower import Call, Collective, Region, local_meta
 from ..placement import Shard
-from .cost import is_attention, is_product
 from .head_sizes import kernel_bytes
+from .kinds import is_attention, is_product
 from .operands import local_bytes
 from .record import Record
 from .stages import Stages

@@ -7,7 +7,7 @@ in forward, up to the factor that backward brings: nothing runs again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..lower.layout import expose, take_shard
 from ..place.refuse import first_gradient_alone
 from ..placement import Shard
 
-__all__ = ["TiledCall"]
+__all__ = ["TiledCall", "takes_fp16"]
 
 Tensors = Sequence[torch.Tensor]
 _HALVES = (torch.float16, torch.bfloat16)
@@ -203,9 +203,10 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype in _HALVES else x
 
 
-def _takes_fp16(tensors: Tensors, autocast: AutocastState) -> bool:
+def takes_fp16(dtypes: Iterable[torch.dtype], autocast: AutocastState) -> bool:
+    """Whether a loss of values of these dtypes is one that is scaled."""
     cast = autocast is not None and autocast[1] and autocast[2] == torch.float16
-    return cast or any(t.dtype == torch.float16 for t in tensors)
+    return cast or torch.float16 in dtypes
 
 
 def _scaled(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -239,7 +240,7 @@ class _Tiled(torch.autograd.Function):
         ctx.autocast = autocast_state(next(iter(kinds)))
         ctx.dtypes = [t.dtype for t in tensors]
         # A loss is scaled so that fp16 holds its gradients: they cannot be made before.
-        ctx.at_once = call.sums_once and not _takes_fp16(tensors, ctx.autocast)
+        ctx.at_once = call.sums_once and not takes_fp16(ctx.dtypes, ctx.autocast)
         if ctx.at_once:
             results, grads = call.run_with_gradients(tensors, wanted, None)
             ctx.has = [grad is not None for grad in grads]

@@ -24,13 +24,14 @@ from .order import in_order
 from .record import record
 from .tile import LEAST_BYTES, make_tile, tile_count
 
-__all__ = ["tile_chains", "tile_free", "tile_run_again"]
+__all__ = ["tile_chains", "tile_free", "tile_losses", "tile_run_again"]
 
 
 def tile_free(root: Region, results: int, tile: str | int, *, grad: bool) -> None:
-    """Tiles that take no time: losses, and all large chains where there is no backward. An integer
-    asks for all chains, in tiles of that many tokens. Wide results are deferred. Attention whose
-    backward takes much workspace goes by groups of heads; with an integer, by one head at a time.
+    """Tiles that take no time: losses that are one sum, and all large chains where there is no
+    backward. An integer asks for all chains, in tiles of that many tokens. Wide results are
+    deferred. Attention whose backward takes much workspace goes by groups of heads; with an
+    integer, by one head at a time.
 
     Args:
         root: the whole program. results: how many of its results the user is given.
@@ -41,9 +42,23 @@ def tile_free(root: Region, results: int, tile: str | int, *, grad: bool) -> Non
     height = tile if isinstance(tile, int) else None
     defer_results(root, results, height, grad=grad)
     for region in dict.fromkeys(region for _, region in root.walk()):
-        tile_chains(region, height, lambda c: c.reduces or not grad or height is not None)
+        free = (lambda c: c.reduces and c.sums_once) if grad and height is None else lambda c: True
+        tile_chains(region, height, free)
         if grad:
             attend_by_heads(region, MOST_WORKSPACE if height is None else None)
+
+
+def tile_losses(root: Region, worth: Callable[[], bool]) -> int:
+    """Tiles for the other large losses, whose backward then runs their projection once more.
+
+    worth: whether they are to be, asked for if there are any.
+
+    Returns:
+        how many there are.
+    """
+    asked = functools.cache(worth)
+    regions = dict.fromkeys(region for _, region in root.walk())
+    return sum(tile_chains(region, None, lambda c: c.reduces and asked()) for region in regions)
 
 
 def tile_run_again(policy: Policy) -> int:

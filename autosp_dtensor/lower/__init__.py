@@ -6,6 +6,7 @@ from torch.fx import Graph
 
 from .._torch import FakeTensorMode
 from ..place import PlacedBlock
+from .buffers import are_made, told_of_landings
 from .localize import Collective, Drawn, bound, flatten_exchanges, local_meta, localize
 from .regions import Call, LoweredBlock, Region, cut_regions
 from .schedule import Step, schedule
@@ -18,11 +19,13 @@ __all__ = [
     "LoweredBlock",
     "Region",
     "Step",
+    "are_made",
     "bound",
     "cut_regions",
     "local_meta",
     "lower",
     "schedule",
+    "told_of_landings",
     "verify_lowered",
 ]
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .._torch import all_gather_single, once_differentiable, reduce_scatter_single
 from ..placement import Shard
+from .buffers import making_buffers
 from .layout import merge
 
 __all__ = [
@@ -83,13 +84,15 @@ def _move_rows(
         overlap = _overlaps(mine, _intervals(target, r))
         pieces.extend(x.narrow(0, start, length) for _, start, length in overlap)
         out_counts.append(row * sum(length for *_, length in overlap))
-    sent = torch.cat([p.reshape(-1) for p in pieces]) if pieces else x.new_empty(0)
+    with making_buffers:
+        sent = torch.cat([p.reshape(-1) for p in pieces]) if pieces else x.new_empty(0)
     incoming, in_counts = [], []
     for r in range(n):
         overlap = _overlaps(_intervals(source, r), _intervals(target, rank))
         incoming.extend((start, length) for start, _, length in overlap)
         in_counts.append(row * sum(length for *_, length in overlap))
-    received = x.new_empty(sum(in_counts))
+    with making_buffers:
+        received = x.new_empty(sum(in_counts))
     dist.all_to_all_single(received, sent, in_counts, out_counts, group=group)
     parts = received.split([row * length for _, length in incoming]) if incoming else ()
     ordered = [

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from .._torch import once_differentiable
 from ..placement import Cover
+from .buffers import landed, making_buffers
 from .piece import Move, Piece, memory_order
 
 __all__ = ["Exchange", "all_to_all"]
@@ -155,7 +156,8 @@ class _Flight:
     def depart(self) -> None:
         assert self.sent is not None
         size = sum(self.counts[0]) if self.counts else self.sent.numel()
-        self.received = self.sent.new_empty(size)
+        with making_buffers:
+            self.received = self.sent.new_empty(size)
         self.work = dist.all_to_all_single(
             self.received, self.sent, *(self.counts or ()), group=self.group, async_op=True
         )
@@ -165,7 +167,9 @@ class _Flight:
             self.work.wait()
         self.work = self.sent = None  # its memory is there for the result
         assert self.received is not None
-        return self.unpack(self.received)
+        outs = self.unpack(self.received)
+        landed(self.received)
+        return outs
 
 
 def _packed(
@@ -175,13 +179,14 @@ def _packed(
     orders: Orders,
 ) -> _Flight:
     group, rank = exchange.group, exchange.rank
-    pieces = [
-        Piece(x, move, rank, tokens, order)
-        for x, move, tokens, order in zip(tensors, moves, exchange.tokens, orders, strict=True)
-    ]
-    if all(p.source.even and p.target.even for p in pieces):
-        return _packed_even(group, pieces)
-    return _packed_uneven(group, rank, pieces)
+    with making_buffers:
+        pieces = [
+            Piece(x, move, rank, tokens, order)
+            for x, move, tokens, order in zip(tensors, moves, exchange.tokens, orders, strict=True)
+        ]
+        if all(p.source.even and p.target.even for p in pieces):
+            return _packed_even(group, pieces)
+        return _packed_uneven(group, rank, pieces)
 
 
 def _packed_even(group: Any, pieces: Sequence[Piece]) -> _Flight:

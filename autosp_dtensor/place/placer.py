@@ -10,10 +10,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
+from ..cost import sent_bytes
 from ..graph import arg, arg_nodes, callee, facts, result_nodes, set_facts, short_name
 from ..placement import Partial, Placement, Replicate, Shard, chunk_sizes
 from .blocks import Block, PlacedBlock
-from .cost import sent_bytes
 from .refuse import Refusals
 from .rule import Op, Option, Rule, Slot
 from .seeds import seed_inputs

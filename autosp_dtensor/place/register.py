@@ -18,13 +18,25 @@ from ..source import call_site
 from .rule import FactorRule, Factors, Op
 from .table import USER_RULES
 
-__all__ = ["parse_spec", "register_rule"]
+__all__ = ["UserRule", "parse_spec", "register_rule"]
 
 _TOKEN = re.compile(r"\.\.\.|\[[A-Za-z_]\w*\]|[A-Za-z_]\w*|\(\)|1")
 
 
+class UserRule(FactorRule):
+    """A rule of the user's. attention: what they say of its cost; None: nothing."""
+
+    def __init__(self, factors: Callable[[Op], Factors], attention: bool | None) -> None:
+        super().__init__(factors)
+        self.attention = attention
+
+
 def register_rule(
-    target: Callable[..., Any], spec: str, *, fake: Callable[..., Any] | None = None
+    target: Callable[..., Any],
+    spec: str,
+    *,
+    fake: Callable[..., Any] | None = None,
+    attention: bool | None = None,
 ) -> Callable[..., Any]:
     """Say on which dims an operation may be split.
 
@@ -40,6 +52,9 @@ def register_rule(
         spec: the pattern.
         fake: computes results of the right shape and dtype from tensors without data; needed where
             `target` cannot run on them (a kernel that reads memory).
+        attention: whether its time grows with the square of the sequence, so that checkpoints keep
+            its result rather than run it again, as they do with attention. None: if it reads two or
+            more of its tensors whole along a dim before their last (queries, keys, values).
 
     Returns:
         `target`; for a Python function a wrapper, which the model must call in its place.
@@ -50,7 +65,7 @@ def register_rule(
     Example:
         >>> histogram = autosp.register_rule(histogram, "b [s] -> b [n]")
     """
-    rule = FactorRule(functools.partial(_factors, spec, parse_spec(spec)))
+    rule = UserRule(functools.partial(_factors, spec, parse_spec(spec)), attention)
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         USER_RULES[target] = rule
         return target
@@ -67,7 +82,7 @@ def register_rule(
 
 
 def _opaque(
-    function: types.FunctionType, rule: FactorRule, fake: Callable[..., Any] | None
+    function: types.FunctionType, rule: UserRule, fake: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """A function that the tracer records as one call and does not look into."""
 

@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
+from ..cost import sent_bytes
 from ..graph import Facts, facts, set_facts
 from ..placement import Partial, Placement, Replicate, Shard
-from .cost import sent_bytes
 from .rule import Op, Option, Rule, fill
 
 __all__ = ["REPLICATE", "Around", "Homes", "Placing", "Value", "Versions", "redistribute"]

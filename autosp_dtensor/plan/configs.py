@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,11 @@ from ..errors import UsageError
 
 __all__ = ["model_maker", "presets", "shallow_maker"]
 
+# What names code; and the dtype of a file with weights: a plan's parameters are in fp32.
+_LEFT_OUT = (
+    "architectures", "auto_map", "_name_or_path", "name_or_path", "dtype", "torch_dtype",
+)  # fmt: skip
+
 
 def presets() -> dict[str, dict[str, Any]]:
     """Sizes of public models, by name; from their published config.json."""
@@ -22,8 +28,10 @@ def presets() -> dict[str, dict[str, Any]]:
 def model_maker(model: Any) -> tuple[str, Callable[[], nn.Module]]:
     """(what to call it, a function that makes it), from:
 
-    the name of a preset, the path of a transformers config.json, a dict of the same content, or a
-    function without arguments. Files are read as data; no code that comes with a model is run.
+    the name of a preset, the path of a transformers config.json or of its directory, a model_type
+    of transformers (its own default sizes), a dict of a config's content, or a function without
+    arguments. Files are read as data; no code that comes with a model, or that a config names, is
+    run or fetched.
     """
     if callable(model):
         return getattr(model, "__name__", "model"), cast(Callable[[], nn.Module], model)
@@ -39,20 +47,22 @@ def shallow_maker(model: Any) -> tuple[Callable[[int], Callable[[], nn.Module]] 
     if callable(model):
         return None, 0
     _, config = _named_config(model)
-    key = _depth_key(config)
-    layers = config.get(key)
+    key, default = _depth(config)
+    layers = config.get(key, default)
     if not isinstance(layers, int) or "layer_types" in config:
         return None, 0
     return lambda count: lambda: _from_config({**config, key: count}), layers
 
 
-def _depth_key(config: dict[str, Any]) -> str:
-    """What a config calls the number of its layers: older ones have names of their own."""
+def _depth(config: dict[str, Any]) -> tuple[str, int | None]:
+    """What a config calls the number of its layers (older ones have names of their own), and the
+    number where it says none; None where those layers are of several types."""
     key = "num_hidden_layers"
     if key in config or "model_type" not in config:
-        return key
-    kind = type(_transformers().AutoConfig.for_model(config["model_type"]))
-    return kind.attribute_map.get(key, key)
+        return key, None
+    plain = _transformers().AutoConfig.for_model(config["model_type"])
+    alike = len(set(getattr(plain, "layer_types", None) or ())) < 2
+    return type(plain).attribute_map.get(key, key), getattr(plain, key, None) if alike else None
 
 
 def _named_config(model: Any) -> tuple[str, dict[str, Any]]:
@@ -65,14 +75,38 @@ def _named_config(model: Any) -> tuple[str, dict[str, Any]]:
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        return path.parent.name or path.stem, json.loads(path.read_text())
+        return path.parent.name or path.stem, _read(path)
+    if _is_model_type(str(model)):
+        return str(model), {"model_type": str(model)}
     raise UsageError(
         f"there is no model {model!r} to plan for.",
         where="autosp.plan",
         have=f"presets {', '.join(sorted(known))}",
         why="a plan runs the model itself, on tensors without data",
-        fix="name a preset, or give the path of a transformers config.json, a dict, or a function "
-        "that makes the model",
+        fix="name a preset or a model_type of transformers, or give the path of a transformers "
+        "config.json, a dict, or a function that makes the model",
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    if isinstance(found, dict) and "model_type" in found:
+        return found
+    raise UsageError(
+        f"{path.name} is no config of transformers.",
+        where="autosp.plan",
+        have=f"{path}, which is no JSON with a model_type",
+        why="the model's class and sizes are read from it",
+        fix="give the config.json that lies beside a model's weights",
+    )
+
+
+def _is_model_type(name: str) -> bool:
+    return importlib.util.find_spec("transformers") is not None and (
+        name in _transformers().CONFIG_MAPPING
     )
 
 
@@ -93,9 +127,24 @@ def _transformers() -> Any:
 
 def _from_config(config: dict[str, Any]) -> nn.Module:
     transformers = _transformers()
-    sizes = {
-        k: v for k, v in config.items() if k not in ("architectures", "auto_map", "_name_or_path")
-    }
+    sizes = _as_data(config)
     kind = sizes.pop("model_type")
     known = transformers.AutoConfig.for_model(kind, **{**sizes, "use_cache": False})
+    if type(known) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(
+            f"a model of type {kind!r} has no loss over tokens.",
+            where="autosp.plan",
+            have=f"model_type {kind!r}, which is none of AutoModelForCausalLM's",
+            why="a step from a config is called with input_ids and labels",
+            fix="pass a function that makes the model, if it can be called so",
+        )
     return transformers.AutoModelForCausalLM.from_config(known)
+
+
+def _as_data(value: Any) -> Any:
+    """A config, and those inside of it, without what is left out: transformers fetches kernels from
+    the Hub by the name that an `attn_implementation` or `experts_implementation` gives."""
+    if isinstance(value, dict):
+        kept = (k for k in value if k not in _LEFT_OUT and "_implementation" not in str(k))
+        return {key: _as_data(value[key]) for key in kept}
+    return [_as_data(each) for each in value] if isinstance(value, list) else value

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from .._torch import TorchDispatchMode, TorchFunctionMode
-from ..checkpoint import Heads, workspace
+from ..cost import workspace
 
 __all__ = ["KernelDropout", "KernelWorkspace"]
 
@@ -32,8 +32,8 @@ class KernelWorkspace(TorchDispatchMode):
             _, query, key, value = args[:4]
             batch, heads, tokens, width = query.shape
             keys, wide = key.shape[2], value.shape[3]
-            sizes = Heads(heads, key.shape[1], batch * tokens, batch * keys, width, wide)
-            held = query.new_empty(workspace(sizes, query.element_size()), dtype=torch.uint8)
+            sizes = heads, key.shape[1], batch * tokens, batch * keys, width, wide
+            held = query.new_empty(workspace(*sizes, query.element_size()), dtype=torch.uint8)
         result = func(*args, **(kwargs or {}))
         del held
         return result

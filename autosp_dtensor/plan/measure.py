@@ -24,8 +24,9 @@ from .._torch import (
     memory_tracker,
 )
 from ..api import explain, forward_of, parallelize
-from ..checkpoint import Device
+from ..cost import Device
 from ..errors import UsageError
+from ..lower import are_made, told_of_landings
 from ..mesh import fsdp_mesh
 from ..run import block_paths
 from ..source import line_of
@@ -33,6 +34,7 @@ from .kernels import KernelDropout, KernelWorkspace
 
 __all__ = ["Scheme", "Setting", "Step", "fake_group", "measure", "uncounted"]
 
+_EXCHANGE = "EXCHANGE"
 _KINDS = {
     "SHARDED_PARAM": "parameters",
     "UNSHARDED_PARAM": "gathered parameters",
@@ -45,6 +47,7 @@ _KINDS = {
     "REDUCE_SCATTER": "reducing",
     "OPT": "optimizer",
     "INP": "inputs",
+    _EXCHANGE: "exchange buffers",
 }
 
 
@@ -80,8 +83,10 @@ class Setting:
 class Step:
     """Bytes of one rank at the peak of a step, by kind, and what `explain` says of memory.
 
-    host: bytes in host memory, at their own peak. history: bytes by kind after each operation, if
-    they were asked for.
+    kinds: they add up to the peak. "exchange buffers" is what all-to-alls pack and receive, until
+    it is put together: what is sent from where it lies, or used where it came in, is a value.
+    host: bytes in host memory, at their own peak. exchange: of exchange buffers, at theirs.
+    history: bytes by kind after each operation, if they were asked for.
     """
 
     length: int
@@ -90,6 +95,7 @@ class Step:
     note: str
     seconds: float
     host: int = 0
+    exchange: int = 0
     history: tuple[dict[str, int], ...] = ()
 
 
@@ -206,9 +212,10 @@ def _measured(setting: Setting, length: int, fake: bool, history: bool) -> Step:
         if not setting.accumulated:
             optimizer.zero_grad()
         watch = _Watch(history)
-        tracker = memory_tracker(model, optimizer, watch.see, lambda: not _uncounted)
+        own = {_EXCHANGE: are_made}
+        tracker = memory_tracker(model, optimizer, watch.see, lambda: not _uncounted, own)
         tracker.track_inputs(tuple(inputs.values()))
-        with tracker, KernelWorkspace():
+        with tracker, told_of_landings(tracker.as_value), KernelWorkspace():
             _step(model, optimizer, inputs)
     last = [] if setting.scheme else explain(model).splitlines()[-2:]
     forward = forward_of(model)
@@ -220,6 +227,7 @@ def _measured(setting: Setting, length: int, fake: bool, history: bool) -> Step:
         "\n  ".join(last if host is not None else last[-1:]),
         time.perf_counter() - started,
         host.peak if host is not None else 0,
+        watch.exchange,
         tuple(_by_kind(each) for each in watch.history),
     )
 
@@ -231,7 +239,9 @@ def _parallelized(setting: Setting) -> Scheme:
         options: dict[str, Any] = {"checkpoint": setting.checkpoint, "tile": setting.tile}
         if setting.host:
             options["offload"] = setting.host
-        if setting.budget is not None and (setting.checkpoint == "auto" or setting.host):
+        if setting.budget is not None and (
+            setting.host or "auto" in (setting.checkpoint, setting.tile)
+        ):
             options["memory_budget"] = setting.budget
         parallelize(model, mesh, check_ranks=False, **options)
         forward = forward_of(model)
@@ -246,7 +256,7 @@ class _Watch:
     """What a memory tracker shows: the bytes at the peak, and after each operation."""
 
     def __init__(self, history: bool) -> None:
-        self.peak = 0
+        self.peak = self.exchange = 0
         self.at_peak: dict[Any, int] = {}
         self.history: list[dict[Any, int]] = []
         self._keep = history
@@ -254,6 +264,7 @@ class _Watch:
     def see(self, live: dict[Any, int]) -> None:
         if live["Total"] > self.peak:
             self.peak, self.at_peak = live["Total"], dict(live)
+        self.exchange = max(self.exchange, live[_EXCHANGE])
         if self._keep:
             self.history.append(dict(live))
 

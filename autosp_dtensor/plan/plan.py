@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint import DEVICES
+from ..cost import DEVICES
 from ..errors import UsageError
 from ..run.traffic import size_text
 from .configs import model_maker, shallow_maker
@@ -51,6 +51,9 @@ class Plan:
             f"  {'peak of one GPU':<22}{size_text(self.step.peak):>12}  of "
             f"{size_text(self.capacity)}: {verdict}"
         )
+        if self.step.exchange:  # seldom at the peak
+            most = size_text(self.step.exchange)
+            lines.append(f"  {'most in exchanges':<22}{most:>12}  of exchange buffers")
         if self.host:
             lines.append(
                 f"  {'host memory of one rank':<22}{size_text(self.step.host):>11}  of "
@@ -67,6 +70,7 @@ def plan(
     gpu: str = "a100-80gb",
     seq: int | None = None,
     checkpoint: Any = "auto",
+    tile: str | int = "auto",
     batch: int = 1,
     host_memory: int | None = None,
     machine: int = 8,
@@ -81,12 +85,15 @@ def plan(
     causal. Dropout in attention takes no memory, as in GPUs' kernels.
 
     Args:
-        model: the name of a preset, the path of a transformers config.json, a dict of its content,
-            or a function that makes the model (called with input_ids and labels).
+        model: the name of a preset, the path of a transformers config.json or of its directory, a
+            model_type of transformers with its default sizes ("qwen3"), a dict of a config's
+            content, or a function that makes the model (called with input_ids and labels). Configs
+            are data: what they say of code, kernels' names included, is left out.
         mesh_shape: (dp, sp).
-        gpu: a name of `autosp_dtensor.checkpoint.DEVICES`.
+        gpu: a name of `autosp_dtensor.checkpoint.DEVICES`, in letters of either case.
         seq: the length to plan for; None: the longest that fits is looked for.
         checkpoint: as in `parallelize`; "auto" plans with this GPU's memory.
+        tile: as in `parallelize`.
         batch: rows of each sp group.
         host_memory: bytes of one machine's memory that all its ranks together may put values in
             that wait for backward, as `parallelize(offload=...)`; None: none.
@@ -101,13 +108,14 @@ def plan(
         UsageError: an unknown model or GPU, torch.distributed is initialized, or the model's
             constructor or a hook reads the value of a tensor.
     """
+    gpu = gpu.lower()
     if gpu not in DEVICES:
         raise UsageError(
             f"there are no figures of a GPU {gpu!r}.",
             where="autosp.plan",
             have=f"figures of {', '.join(DEVICES)}",
             why="its memory and speed are planned with",
-            fix="name one of those, in lower case",
+            fix="name one of those",
         )
     dp, sp = mesh_shape
     sizes = [1 if size is None else size for size in (seq, host_memory)]
@@ -123,7 +131,9 @@ def plan(
     name, make = model_maker(model)
     capacity = int(DEVICES[gpu].size * _USABLE)
     host = (host_memory or 0) // min(machine, dp * sp)
-    setting = Setting(make, dp, sp, checkpoint, capacity, batch, device=DEVICES[gpu], host=host)
+    setting = Setting(
+        make, dp, sp, checkpoint, capacity, batch, device=DEVICES[gpu], host=host, tile=tile
+    )
     tell = progress or (lambda text: None)
 
     def told(step: Step, layers: int = 0) -> None:

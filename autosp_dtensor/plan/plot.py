@@ -41,7 +41,7 @@ def draw(path: str, shown: Plan, lengths: Mapping[str, int]) -> None:
         names = list(lengths)
         bars = columns[1].barh(names, [lengths[name] for name in names])
         columns[1].bar_label(bars, [f" {lengths[name]:,}" for name in names])
-        columns[1].set(xlabel="tokens", title="longest sequence by checkpoint")
+        columns[1].set(xlabel="tokens", title="longest sequence by configuration")
         columns[1].margins(x=0.2)
         columns[1].invert_yaxis()
     figure.savefig(path)

@@ -16,9 +16,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import fsdp_parameters
 from ..capture import Captured
 from ..checkpoint import (
-    DEVICES,
     Checkpoint,
-    Device,
     Policy,
     Record,
     Stages,
@@ -28,11 +26,13 @@ from ..checkpoint import (
     offloading,
     policy_of,
     record,
+    whole_bytes,
 )
+from ..cost import DEVICES, Device
 from ..graph import arg_nodes, result_nodes
 from ..lower import Call, Region
 
-__all__ = ["choose_policy", "device_of"]
+__all__ = ["choose_policy", "device_of", "step_fits"]
 
 _SHARE = 0.9  # of a device's memory: the allocator's fragments and other libraries take the rest
 
@@ -56,14 +56,7 @@ def choose_policy(
     root: Region, captured: Captured, live: nn.Module | None, mesh: DeviceMesh, options: _Options
 ) -> Policy:
     """What the regions of a program keep; those that the model checkpoints are left alone."""
-    own = {
-        call.region
-        for _, region in root.walk()
-        for call in region.calls
-        if captured.calls[call.number].checkpointed
-    }
-    counts = Counter(region for _, region in root.walk() if region is not root)
-    regions = {region: count for region, count in counts.items() if region not in own}
+    regions = _regions(root, captured)
     device = options.device or device_of(mesh.device_type)
     mode, kind = options.checkpoint, mesh.device_type
     recorded = functools.cache(record)
@@ -97,6 +90,45 @@ def choose_policy(
     return chosen
 
 
+def _regions(root: Region, captured: Captured) -> dict[Region, int]:
+    """How often each region stands in the program, but for those that the model checkpoints."""
+    own = {
+        call.region
+        for _, region in root.walk()
+        for call in region.calls
+        if captured.calls[call.number].checkpointed
+    }
+    counts = Counter(region for _, region in root.walk() if region is not root)
+    return {region: count for region, count in counts.items() if region not in own}
+
+
+def step_fits(
+    root: Region,
+    captured: Captured,
+    live: nn.Module | None,
+    mesh: DeviceMesh,
+    options: _Options,
+    policy: Policy,
+) -> bool | None:
+    """Whether a step under a policy fits the device, under "auto" with nothing run again.
+
+    None where that is not known: on a CPU without `memory_budget`, and for a function (a loss) that
+    is called beside a model of whose memory nothing is known here.
+    """
+    if live is None and options.memory_budget is None:
+        return None
+    if policy.choices and (options.checkpoint == "auto" or policy.moves):
+        return False
+    recorded = functools.cache(record)
+    again = {region: choice.stages for region, choice in policy.choices.items()}
+    room = _room(root, live, mesh.device_type, options.memory_budget, {}, recorded, again)
+    kept = 0
+    for region, count in _regions(root, captured).items():
+        choice = policy.of(region)
+        kept += count * (whole_bytes(recorded(region)) if choice is None else choice.bytes)
+    return None if room is None else kept <= room
+
+
 def device_of(kind: str) -> Device:
     """The preset that is closest to this rank's device."""
     if kind != "cuda" or not torch.cuda.is_available():
@@ -117,11 +149,23 @@ def _budget(
     recorded: Callable[[Region], Record],
     again: dict[Region, Stages],
 ) -> int | None:
-    """Bytes that regions may keep: the device's, less state, gathered parameters, and what the
-    fullest moment of backward takes beside what regions keep. What `inputs` take is theirs.
-    again: in which stages regions have their values again, if not at once.
+    """Bytes that regions may keep; None where nothing is known of the device's memory (a CPU)."""
+    room = _room(root, live, kind, given, inputs, recorded, again)
+    return None if room is None else max(0, room)
 
-    None where nothing is known of the device's memory (a CPU).
+
+def _room(
+    root: Region,
+    live: nn.Module | None,
+    kind: str,
+    given: int | None,
+    inputs: dict[Region, dict[int, int]],
+    recorded: Callable[[Region], Record],
+    again: dict[Region, Stages],
+) -> int | None:
+    """The device's bytes, less state, gathered parameters, and what the fullest moment of backward
+    takes beside what regions keep. What `inputs` take is theirs. Below 0: that alone is too much.
+    again: in which stages regions have their values again, if not at once.
     """
     if given is None:
         if kind != "cuda":
@@ -130,7 +174,7 @@ def _budget(
         given = int(total * _SHARE) >> 30 << 30  # ranks must choose alike, and devices differ a bit
     found = {region: recorded(region) for region in dict.fromkeys(r for _, r in root.walk())}
     taken = _state_bytes(live) + _backward_bytes(root, found, again, *_gathered_bytes(live))
-    return max(0, given - taken + _passed_bytes(found[root], inputs))
+    return given - taken + _passed_bytes(found[root], inputs)
 
 
 def _passed_bytes(found: Record, inputs: dict[Region, dict[int, int]]) -> int:

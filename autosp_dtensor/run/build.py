@@ -16,21 +16,22 @@ from .._torch import fsdp_policy
 from ..capture import Call, Captured, capture
 from ..checkpoint import (
     Checkpoint,
-    Device,
     Host,
     Policy,
     absorb,
     open_inputs,
     tile_free,
+    tile_losses,
     tile_run_again,
 )
+from ..cost import Device
 from ..errors import MeshError, PlacementError
 from ..graph import parents
 from ..lower import cut_regions, lower
 from ..place import place
 from ..place.seeds import find_sequences, seed_inputs
 from ..placement import Shard
-from .budget import choose_policy
+from .budget import choose_policy, step_fits
 from .constants import Constants
 from .lazy import openable
 from .program import Program
@@ -91,8 +92,12 @@ def build(call: Call, mesh: DeviceMesh, options: Options, host: Host | None = No
     open_inputs(root, made_here)
     tile_free(root, len(captured.template.tensors), options.tile, grad=grad)
     policy = choose_policy(root, captured, live, mesh, options) if grad else Policy()
-    if options.tile == "auto" and tile_run_again(policy):
-        policy = choose_policy(root, captured, live, mesh, options)
+    if options.tile == "auto" and grad:
+        step = root, captured, live, mesh, options
+        if tile_losses(root, lambda: not step_fits(*step, policy)):
+            policy = choose_policy(*step)
+        if tile_run_again(policy):
+            policy = choose_policy(*step)
     program = Program(captured, placed, flat, root, mesh, live, constants, policy, grad=grad)
     program.opened = frozenset(made_here)
     program.host = host if policy.moves else None

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 import autosp_dtensor as autosp
 from autosp_dtensor.checkpoint import Checkpoint, flops_of, record, tile_free
 from autosp_dtensor.checkpoint.by_heads import ByHeads
-from autosp_dtensor.checkpoint.head_groups import MOST_WORKSPACE, Heads, groups_of, workspace
+from autosp_dtensor.checkpoint.head_groups import MOST_WORKSPACE, Heads, groups_of
 from autosp_dtensor.checkpoint.kinds import inner, is_attention
 from autosp_dtensor.checkpoint.tiling import attend_by_heads
 from autosp_dtensor.errors import UsageError
@@ -51,7 +51,7 @@ def test_each_head_is_in_one_group_beside_the_key_head_it_reads(
     heads: int, key_heads: int, parts: int
 ) -> None:
     known = sizes(heads, key_heads)
-    groups = groups_of(known, 8, workspace(known, 8) // parts + 1)
+    groups = groups_of(known, 8, known.workspace(8) // parts + 1)
     seen = []
     for group in groups:
         (first, count), (key, key_count) = group.queries, group.keys
@@ -67,10 +67,10 @@ def test_each_head_is_in_one_group_beside_the_key_head_it_reads(
 def test_there_are_as_few_groups_as_keep_within_the_limit(heads: int, key_heads: int) -> None:
     known = sizes(heads, key_heads)
     last = 1
-    for most in range(workspace(known, 2) + 1, 0, -500):
+    for most in range(known.workspace(2) + 1, 0, -500):
         groups = groups_of(known, 2, most)
         within = [
-            workspace(Heads(g.queries[1], g.keys[1], 2 * LENGTH, 2 * LENGTH, SIZE, SIZE), 2)
+            Heads(g.queries[1], g.keys[1], 2 * LENGTH, 2 * LENGTH, SIZE, SIZE).workspace(2)
             for g in groups
         ]
         assert max(within) < most or len(groups) == heads
@@ -84,9 +84,9 @@ def test_workspace_is_what_flash_attention_allocates() -> None:
     tokens = 1 << 20
     shared = Heads(4, 1, tokens, tokens, 128, 128)
     lse = 4 * tokens * 4
-    assert workspace(shared, 2) == 4 * tokens * 4 * 128 + lse + 2 * 2 * tokens * 4 * 128
+    assert shared.workspace(2) == 4 * tokens * 4 * 128 + lse + 2 * 2 * tokens * 4 * 128
     own = Heads(4, 4, tokens, tokens, 80, 80)
-    assert workspace(own, 2) == 4 * tokens * 4 * 96 + lse  # a head's size is rounded to 32
+    assert own.workspace(2) == 4 * tokens * 4 * 96 + lse  # a head's size is rounded to 32
 
 
 # -- one call --------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_groups_give_results_and_gradients_of_one_call(
         inputs.append(given["attn_mask"])
     weight = drawn(2, 8, LENGTH, SIZE, seed=7)
     want = F.scaled_dot_product_attention(*inputs[:3], **given)
-    limit = None if most is None else workspace(sizes(8, key_heads), 8) // 2 + 1
+    limit = None if most is None else sizes(8, key_heads).workspace(8) // 2 + 1
     with kernel_calls() as calls:
         got = ByHeads(F.scaled_dot_product_attention, limit)(*inputs[:3], **given)
     assert calls == [(1, 1)] * 8 if most is None else len(calls) == 2

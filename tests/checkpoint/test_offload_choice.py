@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosp_dtensor.checkpoint import DEVICES, Checkpoint, Policy, moving_inputs, offloading, record
+from autosp_dtensor.checkpoint import Checkpoint, Policy, moving_inputs, offloading, record
 from autosp_dtensor.checkpoint.choose import asked, choice_of, policy_of
+from autosp_dtensor.cost import DEVICES
 from autosp_dtensor.graph import short_name
 from tests.checkpoint.layers import Layer
 from tests.checkpoint.test_recompute import model_t, regions

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autosp_dtensor.checkpoint import DEVICES, Checkpoint, Frame, Policy, policy_of, record
+from autosp_dtensor.checkpoint import Checkpoint, Frame, Policy, policy_of, record
 from autosp_dtensor.checkpoint import choose as choosing
+from autosp_dtensor.cost import DEVICES
 from autosp_dtensor.graph import short_name
 from autosp_dtensor.lower import Region
 from tests.checkpoint.layers import layer_region

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autosp_dtensor.checkpoint import DEVICES, Checkpoint, Frame, Policy, policy_of, record
+from autosp_dtensor.checkpoint import Checkpoint, Frame, Policy, policy_of, record
 from autosp_dtensor.checkpoint import choose as choosing
 from autosp_dtensor.checkpoint.cuts import forward_seconds, lower_cuts, seconds_again
 from autosp_dtensor.checkpoint.kinds import is_attention
 from autosp_dtensor.checkpoint.peak import backward_peak
 from autosp_dtensor.checkpoint.stages import Cut, Stages, cut_places, staged
+from autosp_dtensor.cost import DEVICES
 from autosp_dtensor.graph import short_name
 from autosp_dtensor.lower import Collective, Region
 from tests.checkpoint import layers

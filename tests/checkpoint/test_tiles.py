@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autosp_dtensor.checkpoint import Deferred, Tile, tile
 from autosp_dtensor.graph import short_name
-from tests.simulate import Lowered, assert_program_equals_whole, lowered
+from tests.simulate import Lowered, Ranks, assert_program_equals_whole, lowered
 
 IDS = torch.randint(16, (2, 13), generator=torch.Generator().manual_seed(1))
 TARGET = torch.randint(11, (2, 13), generator=torch.Generator().manual_seed(2))
@@ -292,22 +292,24 @@ def test_small_chains_are_left_alone_by_auto(monkeypatch: pytest.MonkeyPatch) ->
     assert not tiles(lowered(Stack(Plain), (IDS,), 2, tile="auto")), "MLPs cost time in backward"
 
 
-def test_gradients_of_weights_are_added_up_in_fp32() -> None:
-    """64 tiles in bf16: terms that are 1/64 of a sum would be lost to rounding, one by one."""
+@pytest.mark.parametrize("made", ["in forward", "in backward"])
+def test_gradients_of_weights_are_added_up_in_fp32(made: str) -> None:
+    """512 tiles of one token, whose terms are exact in bf16 and whose sum is in fp32: it is rounded
+    once. Added up in bf16 it would stop to grow where a term is less than half a unit of it.
+    """
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(40, 8).bfloat16())
-    x = torch.randn(1, 512, 8).abs().bfloat16().requires_grad_()
+    table = nn.Parameter((torch.rand(512, 8) + 0.5).bfloat16())
+    ids = torch.arange(512)[None]
 
-    def call(x: Tensor) -> Tensor:
-        return (F.linear(x, weight).square() + 1).log().sum(-1).float().mean()
+    def call(ids: Tensor) -> Tensor:
+        each = F.linear(F.embedding(ids, table), weight).float().sum(-1)
+        return each.sum() if made == "in forward" else each
 
-    def gradient(height: int | None) -> Tensor:
-        weight.grad = None
-        program = lowered(call, (x,), 1, tile=height)
-        from tests.simulate import Ranks
-
-        (result,) = Ranks(1, program.state).run(program.root, [[x]])
-        return torch.autograd.grad(result[0], weight)[0].double()
-
-    exact = gradient(None)
-    assert (gradient(8) - exact).abs().max() <= 2 * (gradient(512) - exact).abs().max() + 1e-2
+    program = lowered(call, (ids,), 1, tile=1)
+    (found,) = tiles(program)
+    assert "linear" in inside(program)
+    assert found.count == 512 and found.sums_once == (made == "in forward")
+    ((result,),) = Ranks(1, program.state).run(program.root, [[ids]])
+    (got,) = torch.autograd.grad(result.sum(), weight)
+    assert torch.equal(got, table.detach().double().sum(0).bfloat16().expand(40, -1))

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from autosp_dtensor.place.masks import tiles
-from tests import models
+from tests import models, reference_attention
 from tests.simulate import assert_program_equals_whole
 from tests.upcasts import upcasts_stay_in_fp64
 
@@ -90,6 +91,50 @@ def test_encoder_and_decoder(heads: tuple[int, int], spelled: str, padded: bool,
         source, target = (ids_of(length, seed) for seed, length in enumerate(lengths))
         padding = PADDING[:, : lengths[0]] if padded else None
         assert_program_equals_whole(model, (source, target, padding), n)
+
+
+class ByFlex(nn.Module):
+    """flex_attention of queries over keys of another length, by mods of a name."""
+
+    def __init__(self, mods: str, kv: int, reference: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mods, self.kv = mods, kv
+        self.attend: Any = reference_attention.flex_attention if reference else flex_attention
+        self.table = nn.Embedding(32, 16)
+        self.k, self.v = nn.Linear(16, kv * 4), nn.Linear(16, kv * 4)
+        self.slopes = nn.Parameter(torch.linspace(0.1, 0.6, 4))
+        self.double()
+
+    def forward(self, target: Tensor, source: Tensor, padding: Tensor) -> Tensor:
+        q = self.table(target).unflatten(-1, (4, 4)).transpose(1, 2)
+        memory = self.table(source)
+        k, v = (y(memory).unflatten(-1, (self.kv, 4)).transpose(1, 2) for y in (self.k, self.v))
+        queries, keys, slopes, mod, score = q.shape[2], k.shape[2], self.slopes, None, None
+        if self.mods == "padding":
+            mod = lambda b, h, i, j: padding[b, j]  # noqa: E731
+        elif self.mods == "bottom right":
+            mod = lambda b, h, i, j: j <= i + keys - queries  # noqa: E731
+        elif self.mods == "diagonal":
+            mod = lambda b, h, i, j: (i * keys // queries - j).abs() < 3  # noqa: E731
+        if self.mods != "padding":
+            score = lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()  # noqa: E731
+        mask = None
+        if mod is not None:
+            mask = create_block_mask(mod, len(target), None, queries, keys, device="cpu")
+        out = self.attend(q, k, v, score, mask, enable_gqa=self.kv != 4)
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("n", RANKS)
+@pytest.mark.parametrize("kv", [4, 2, 1])
+@pytest.mark.parametrize("mods", ["scores alone", "padding", "bottom right", "diagonal"])
+def test_flex_attention(mods: str, kv: int, n: int) -> None:
+    for lengths in ((SOURCE, TARGET), (TARGET, SOURCE)):
+        source, target = (ids_of(length, seed) for seed, length in enumerate(lengths))
+        inputs = (target, source, PADDING[:, : lengths[0]].bool())
+        reference = ByFlex(mods, kv, reference=True)
+        assert_program_equals_whole(ByFlex(mods, kv), inputs, n, reference=reference)
 
 
 class OverMemory(nn.Module):

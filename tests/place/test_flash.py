@@ -2,122 +2,51 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.modeling_flash_attention_utils as flash_utils
 from torch import Tensor
 
 from autosp_dtensor.capture import capture, read_call
 from autosp_dtensor.checkpoint import by_heads, record
 from autosp_dtensor.errors import CaptureError
 from tests import reference_attention as reference
+from tests.place.flash_calls import (
+    CALLS,
+    CUTE,
+    CUTS,
+    HEADS,
+    HOPPER,
+    IDS,
+    SIZE,
+    SLOPES,
+    TABLE,
+    TORCH,
+    WITH_LSE,
+    by_transformers,
+    flash,
+    model,
+    packed,
+    rows,
+    varlen,
+    with_lse,
+)
 from tests.simulate import Lowered, Ranks, assert_program_equals_whole, lowered
-
-LENGTH, HEADS, SIZE = 12, 6, 2
-IDS = torch.randint(16, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-# Borders of documents: inside a rank's part, at its end, one of a single token; tail padding.
-CUTS = torch.tensor([0, 5, 12, 13, 22], dtype=torch.int32)
-SLOPES = torch.linspace(0.1, 0.6, HEADS, dtype=torch.float64)
-SINKS = torch.linspace(-1, 1, HEADS, dtype=torch.float64).requires_grad_()
 
 
 @pytest.fixture(autouse=True)
-def installed() -> Iterator[None]:
-    names = reference.install_flash_attn()
-    yield
-    for name in names:
-        del sys.modules[name]
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in reference.loaded_by_transformers(4).items():
+        monkeypatch.setattr(flash_utils, name, value)
+    with reference.references_here():
+        yield
 
 
-def flash(name: str, module: str = "flash_attn") -> Callable[..., Any]:
-    return getattr(sys.modules[module], name)
-
-
-def packed(x: Tensor) -> Tensor:
-    """[B, S, H, D] as one row of tokens."""
-    return x.flatten(0, 1)
-
-
-def rows(x: Tensor) -> Tensor:
-    return x.unflatten(0, (2, LENGTH))
-
-
-# q [B, S, H, D]; k, v with as many heads, which a call may take fewer of.
-CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "flash_attn_func": lambda q, k, v: flash("flash_attn_func")(q, k, v, causal=True),
-    "by keyword": lambda q, k, v: flash("flash_attn_func")(v=v, q=q, k=k, softmax_scale=0.3),
-    "window and cap": lambda q, k, v: flash("flash_attn_func")(
-        q, k, v, causal=True, window_size=(3, 0), softcap=2.0
-    ),
-    "slopes": lambda q, k, v: flash("flash_attn_func")(q, k, v, alibi_slopes=SLOPES),
-    "slopes of each row": lambda q, k, v: flash("flash_attn_func")(
-        q, k, v, alibi_slopes=torch.stack([SLOPES, 2 * SLOPES])
-    ),
-    "three key heads": lambda q, k, v: flash("flash_attn_func")(
-        q, k[:, :, :3], v[:, :, :3], causal=True
-    ),
-    "two key heads": lambda q, k, v: flash("flash_attn_func")(q, k[:, :, :2], v[:, :, :2]),
-    "one key head": lambda q, k, v: flash("flash_attn_func")(
-        q, k[:, :, :1], v[:, :, :1], alibi_slopes=SLOPES
-    ),
-    "the same tensor as key and value": lambda q, k, v: flash("flash_attn_func")(q, k, k),
-    "other head size of values": lambda q, k, v: flash("flash_attn_func")(q, k, v[..., :1]),
-    "qkvpacked": lambda q, k, v: flash("flash_attn_qkvpacked_func")(
-        torch.stack([q, k, v], 2), causal=True
-    ),
-    "kvpacked": lambda q, k, v: flash("flash_attn_kvpacked_func")(
-        q, torch.stack([k, v], 2)[:, :, :, :2], causal=True
-    ),
-    "varlen": lambda q, k, v: rows(
-        flash("flash_attn_varlen_func")(
-            packed(q), packed(k), packed(v), CUTS, CUTS, 9, 9, causal=True
-        )
-    ),
-    "varlen, shared key heads": lambda q, k, v: rows(
-        flash("flash_attn_varlen_func")(
-            packed(q), packed(k[:, :, :2]), packed(v[:, :, :2]), CUTS, CUTS, 9, 9,
-            causal=True, alibi_slopes=SLOPES,
-        )
-    ),
-    "varlen qkvpacked": lambda q, k, v: rows(
-        flash("flash_attn_varlen_qkvpacked_func")(
-            packed(torch.stack([q, k, v], 2)), CUTS, 9, causal=True
-        )
-    ),
-    "varlen kvpacked": lambda q, k, v: rows(
-        flash("flash_attn_varlen_kvpacked_func")(
-            packed(q), packed(torch.stack([k, v], 2)), CUTS, CUTS, 9, 9
-        )
-    ),
-    "flash-attn 3": lambda q, k, v: flash("flash_attn_func", "flash_attn_interface")(
-        q, k[:, :, :3], v[:, :, :3], causal=True, window_size=(4, 0)
-    ),
-    "flash-attn 4 with sinks and log-sum-exp": lambda q, k, v: with_lse(
-        *flash("flash_attn_func", "flash_attn.cute")(
-            q, k[:, :, :3], v[:, :, :3], causal=True, learnable_sink=SINKS
-        )
-    ),
-}  # fmt: skip
-
-
-def with_lse(out: Tensor, lse: Tensor) -> Tensor:
-    return out * torch.sigmoid(lse.double()).transpose(1, 2)[..., None]
-
-
-TABLE = torch.randn(16, HEADS * SIZE, generator=torch.Generator().manual_seed(0)).double()
-TABLE.requires_grad_()
-
-
-def model(call: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-    def run(ids: Tensor) -> Tensor:
-        x = F.embedding(ids, TABLE).unflatten(-1, (HEADS, SIZE))
-        return call(x * 1.3, x * 0.7, x * -0.9).flatten(2)
-
-    return run
+FUNC, VARLEN = "flash_attn_func", "flash_attn_varlen_func"
 
 
 def equal(name: str, n: int) -> Lowered:
@@ -135,6 +64,60 @@ def test_flash_attention_is_that_of_one_device(name: str, n: int) -> None:
     assert not program.named("softmax")  # the kernel is one call, not looked into
 
 
+# Documents of queries and of keys: more keys than queries, as many, fewer, and none of one.
+CUTS_Q, CUTS_K = (
+    torch.tensor(cuts, dtype=torch.int32) for cuts in ([0, 3, 10, 16, 24], [0, 7, 14, 14, 18])
+)
+
+
+def documents(name: str, module: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    cuts = {"cu_seqlens_q": CUTS_Q, "cu_seqlens_k": CUTS_K, "max_seqlen_q": 8, "max_seqlen_k": 7}
+    return flash(name, module)(packed(q), packed(k), packed(v), **cuts, **options)
+
+
+# q [B, S, H, D] and k, v of another length, with half as many heads.
+OTHER: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "causal from the bottom right": lambda q, k, v: flash(FUNC)(q, k, v, causal=True),
+    "window": lambda q, k, v: flash(FUNC)(q, k, v, window_size=(3, 1)),
+    "kvpacked": lambda q, k, v: flash("flash_attn_kvpacked_func")(
+        q, torch.stack([k, v], 2), causal=True, alibi_slopes=SLOPES
+    ),
+    "flash-attn 3": lambda q, k, v: flash(FUNC, HOPPER)(q, k, v, causal=True),
+    "flash-attn 4": lambda q, k, v: with_lse(*flash(FUNC, CUTE)(
+        q, k, v, causal=True, return_lse=True, learnable_sink=SLOPES
+    )),
+}  # fmt: skip
+OTHER_CUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "varlen": lambda q, k, v: rows(documents(VARLEN, "flash_attn", q, k, v, causal=True)),
+    "varlen, flash-attn 3": lambda q, k, v: rows(
+        documents(VARLEN, HOPPER, q, k, v, window_size=(2, 0))
+    ),
+    "varlen, flash-attn 4": lambda q, k, v: rows(with_lse(
+        *documents(VARLEN, CUTE, q, k, v, causal=True, return_lse=True)
+    )),
+    "varlen_attn": lambda q, k, v: rows(flash("varlen_attn", TORCH)(
+        packed(q), packed(k), packed(v), CUTS_Q, CUTS_K, 8, 7, window_size=(-1, 0), enable_gqa=True
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("length", [9, 17])
+@pytest.mark.parametrize("name", [*OTHER, *OTHER_CUTS])
+def test_keys_of_another_length(name: str, length: int, n: int) -> None:
+    """Queries of 12 tokens, keys of another sequence, shorter or longer, split as well."""
+    call = {**OTHER, **OTHER_CUTS}[name]
+    other = torch.randint(16, (2, length), generator=torch.Generator().manual_seed(2))
+
+    def run(ids: Tensor, other: Tensor) -> Tensor:
+        q, k = (F.embedding(x, TABLE).unflatten(-1, (HEADS, SIZE)) for x in (ids, other))
+        k = k[:, :, ::2]
+        return call(q * 1.3, k * 0.7, k * -0.9).flatten(2)
+
+    program = assert_program_equals_whole(run, (IDS, other), n)
+    assert "all_gather" not in program.kinds()
+
+
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("name", CALLS)
 def test_kernel_is_called_for_one_head_at_a_time(
@@ -150,7 +133,7 @@ def test_kernel_is_called_for_one_head_at_a_time(
 
     monkeypatch.setattr(by_heads._Run, "cut", noted)
     assert_program_equals_whole(model(CALLS[name]), (IDS,), n, tile=100)
-    assert {*heads} == ({1} if "4" not in name else set())
+    assert {*heads} == (set() if name in WITH_LSE else {1})
 
 
 def test_what_is_known_of_a_kernel_does_not_depend_on_its_calls() -> None:
@@ -195,6 +178,94 @@ def test_probabilities_are_refused() -> None:
         return flash("flash_attn_func")(q, k, v, return_attn_probs=True)
 
     with pytest.raises(CaptureError, match="attention probabilities"):
+        capture(read_call(model(call), (IDS,), {}, lambda t: None))
+
+
+class Blocks(NamedTuple):
+    counts: Tensor
+    more: Tensor
+
+
+def by_head(score: Any, b: Any, h: Any, *_: Any) -> Any:
+    return score * h
+
+
+def two(function: str, module: str, **options: Any) -> Callable[..., Any]:
+    """A call of an entry point of whole rows, or of one row of documents."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        kernel = flash(function, module)
+        if "varlen" not in function:
+            return kernel(q, k, v, **options)
+        cuts = {"cu_seqlens_q": CUTS, "cu_seqlens_k": CUTS, "max_seqlen_q": 9, "max_seqlen_k": 9}
+        return kernel(packed(q), packed(k), packed(v), **cuts, **options)
+
+    return call
+
+
+MODS = "may ask for a head's number"
+UNKNOWN = "not known whether it differs by head"
+HOLDS = "holds more than plain values"
+PAGES = "in pages are for inference"
+WHERE = "heads are split where its dims are"
+# The argument that is refused, a part of why, and the call.
+REFUSED: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "a score mod": ("score_mod", MODS, two(FUNC, CUTE, score_mod=by_head)),
+    "a score mod of documents": ("score_mod", MODS, two(VARLEN, CUTE, score_mod=by_head)),
+    "its backward": ("score_mod_bwd", MODS, two(FUNC, CUTE, score_mod_bwd=by_head)),
+    "a mask mod": ("mask_mod", MODS, two(FUNC, CUTE, mask_mod=by_head)),
+    "a mod that is a module": ("mask_mod", MODS, two(FUNC, CUTE, mask_mod=torch.nn.Identity())),
+    "tensors of a mod": ("aux_tensors", HOLDS, two(FUNC, CUTE, aux_tensors=[SLOPES])),
+    "blocks": (
+        "block_sparse_tensors", HOLDS,
+        two(FUNC, CUTE, block_sparse_tensors=Blocks(SLOPES, SLOPES)),
+    ),
+    "picked keys": ("gather_kv_indices", UNKNOWN, two(FUNC, CUTE, gather_kv_indices=IDS)),
+    "pages": ("page_table", PAGES, two(VARLEN, CUTE, page_table=IDS)),
+    "queries of values": ("qv", UNKNOWN, two(FUNC, CUTE, qv=SLOPES)),
+    "queries of values, flash-attn 3": ("qv", UNKNOWN, two(FUNC, HOPPER, qv=SLOPES)),
+    **{
+        f"{name}, {function}": (name, UNKNOWN, two(function, HOPPER, **{name: SLOPES[:2]}))
+        for name in ("q_descale", "k_descale", "v_descale") for function in (FUNC, VARLEN)
+    },
+    "pages, flash-attn 2": ("block_table", PAGES, two(VARLEN, "flash_attn", block_table=IDS)),
+    "heads of q, k and v in one dim": (
+        "qkv", WHERE, lambda q, k, v: flash("flash_attn_qkvpacked_func", HOPPER)(
+            torch.cat([q, k, v], 2), num_heads_q=HEADS
+        ),
+    ),
+    "keys in pages": ("k", WHERE, lambda q, k, v: flash(VARLEN)(
+        packed(q), k, v, CUTS, CUTS, 9, 9
+    )),
+    "slopes of three dims": ("alibi_slopes", WHERE, two(
+        FUNC, "flash_attn", alibi_slopes=SLOPES.expand(1, 1, -1)
+    )),
+    "pages, torch": ("block_table", PAGES, lambda q, k, v: varlen(q, k, v, block_table=IDS)),
+    "pages, transformers": ("block_table", PAGES, lambda q, k, v: by_transformers(
+        q, k, v, block_table=IDS
+    )),
+    "sinks of rows, transformers": ("s_aux", WHERE, lambda q, k, v: by_transformers(
+        q, k, v, s_aux=torch.stack([SLOPES, SLOPES])
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_may_differ_by_head_is_refused_by_name(name: str) -> None:
+    argument, why, call = REFUSED[name]
+    with pytest.raises(CaptureError, match=f"is given {argument}\\.") as caught:
+        capture(read_call(model(call), (IDS,), {}, lambda t: None))
+    assert why in caught.value.why
+    assert ("with the dims (" in caught.value.fix) == (why is WHERE)
+
+
+def test_heads_that_torch_would_refuse_are_refused() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return varlen(q, k[:, :, :2], v[:, :, :2])
+
+    with pytest.raises(ValueError, match="same number of heads"):
+        model(call)(IDS)
+    with pytest.raises(CaptureError, match="6 heads of queries and 2 of keys"):
         capture(read_call(model(call), (IDS,), {}, lambda t: None))
 
 

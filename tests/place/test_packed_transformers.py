@@ -37,17 +37,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference functions, as if transformers had imported flash-attn."""
-    loaded = {
-        "_loaded_implementation": "flash_attention_2",
-        "_flash_fn": reference_attention.flash_attn_func,
-        "_flash_varlen_fn": reference_attention.flash_attn_varlen_func,
-        "_pad_fn": flash_utils._pad_input,
-        "_unpad_fn": flash_utils._unpad_input,
-        "_process_flash_kwargs_fn": flash_utils._lazy_define_process_function(
-            reference_attention.flash_attn_varlen_func
-        ),
-    }
-    for name, value in loaded.items():
+    for name, value in reference_attention.loaded_by_transformers().items():
         monkeypatch.setattr(flash_utils, name, value)
 
 

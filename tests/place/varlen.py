@@ -1,12 +1,14 @@
-"""flash-attn's reference in its place, as if it ran here in fp64."""
+"""The references of variable-length kernels in their places, as if those ran here in fp64."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 
 from autosp_dtensor.place.masks import tiles, varlen
 from tests import reference_attention
@@ -30,3 +32,20 @@ def flash_attn_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int,
     yield windows
     for name in names:
         del sys.modules[name]
+
+
+@pytest.fixture
+def torch_varlen_here(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The same with torch's varlen_attn, where flash-attn cannot be imported."""
+    windows: list[tuple[int, int]] = []
+
+    def counted(*args, **kwargs):
+        windows.append(kwargs["window_size"])
+        return reference_attention.varlen_attn(*args, **kwargs)
+
+    counted.__signature__ = inspect.signature(reference_attention.varlen_attn)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", counted)
+    monkeypatch.setattr(varlen, "_flash_attn", lambda: None)
+    monkeypatch.setattr(varlen, "TAKES", {"cpu": (torch.float32, torch.float64)})
+    monkeypatch.setattr(tiles, "TILE", 4)
+    return windows

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from autosp_dtensor.graph import short_name
+from autosp_dtensor.lower import Drawn
 from tests import models
 from tests.compare import assert_same_as_one_device, collectives
 from tests.model_t import ModelT, TConfig, ids_of_t
@@ -124,6 +127,66 @@ def counted(rank: Rank) -> None:
 
 def test_exchanges_are_run_again_only_where_they_are_not_kept() -> None:
     run_on_ranks(counted, n=2)
+
+
+class Dropping(nn.Module):
+    """Drops in attention, behind it, and inside of its MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 48), nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
+        x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.2)
+        return x + self.down(F.dropout(F.gelu(self.up(self.norm2(x))), 0.4))
+
+
+class DroppingStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(Dropping() for _ in range(2))
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def dropped(rank: Rank, mode: str) -> tuple[int, int]:
+    """How many operations that draw run again in a layer: all, and attention alone."""
+    import autosp_dtensor as autosp
+    from autosp_dtensor.api import forward_of
+
+    def gradients(checkpoint: str, seed: int) -> list[Tensor]:
+        model = autosp.parallelize(DroppingStack(), rank.mesh(sp=2), checkpoint=checkpoint)
+        torch.manual_seed(seed)
+        model(ids_of_t(2, 13)).backward()
+        programs.append(forward_of(model).last)
+        return [p.grad for p in model.parameters()]
+
+    programs: list[Any] = []
+    kept, other, again = gradients("none", 7), gradients("none", 8), gradients(mode, 7)
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(kept, other, strict=True))
+    ((region, choice),) = programs[-1].policy.choices.items()
+    nodes = [node for k, node in enumerate(region.graph.nodes) if k in choice.again]
+    drawn = [short_name(node.target.target) for node in nodes if isinstance(node.target, Drawn)]
+    return len(drawn), drawn.count("scaled_dot_product_attention")
+
+
+@pytest.mark.parametrize(("mode", "drawn"), [("full", (3, 1)), ("sequence", (2, 0))])
+def test_dropout_in_attention_and_mlp_is_the_same_when_it_runs_again(
+    mode: str, drawn: tuple[int, int]
+) -> None:
+    assert run_on_ranks(dropped, mode, n=2) == [drawn] * 2
 
 
 def backward_twice(rank: Rank) -> None:

@@ -4,6 +4,8 @@ process."""
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests import models
 from tests.compare import assert_same_as_one_device
 from tests.place import test_cross as cross
 from tests.pool import Rank, run_on_ranks
+from tests.reference_attention import loaded_by_transformers
 from tests.upcasts import upcasts_stay_in_fp64
 
 # Each rank has its own core at sp=2; sp=4 repeats what depends on the number of ranks.
@@ -58,6 +61,28 @@ def test_family_equals_one_device_on_four_ranks(family: str, attention: str, var
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_eager_attention_equals_one_device_on_four_ranks(family: str, variant: str) -> None:
     run_on_ranks(family_on_ranks, family, "eager", variant, n=4)
+
+
+def family_by_flash_attn(rank: Rank, family: str, variant: str) -> None:
+    import transformers.modeling_flash_attention_utils as flash_utils
+
+    def build() -> Any:
+        model = models.build_transformers(family, "eager")
+        model.config._attn_implementation = "flash_attention_2"  # refused there without a GPU
+        return model
+
+    batch = models.batch_transformers(variant)
+    build()
+    with upcasts_stay_in_fp64(), mock.patch.multiple(flash_utils, **loaded_by_transformers()):
+        assert_same_as_one_device(
+            rank, build, batch, rank.mesh(sp=rank.world_size), sharded=["logits"]
+        )
+
+
+@pytest.mark.parametrize(("variant", "n"), [("plain", 2), ("padding", 2), ("padding", 4)])
+def test_flash_attention_2_equals_one_device(variant: str, n: int) -> None:
+    """With windows; padding is what transformers takes out of rows before it calls the kernel."""
+    run_on_ranks(family_by_flash_attn, "mistral", variant, n=n)
 
 
 def family_in_fp32(rank: Rank, family: str) -> None:

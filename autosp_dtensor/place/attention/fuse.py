@@ -212,7 +212,8 @@ def _as_strips(
         note = "strips: the model changes scores before softmax"
         if plain is not None and not _rounds_more(found, plain[0], operands[0]):
             # Masked by a finite number: alike, while each query reads some key.
-            runs, note = by_runs(found.after.node, operands, None, tiles[0], masks)
+            dropout = bool(found.dropout_p)
+            runs, note = by_runs(found.after.node, operands, None, tiles[0], masks, dropout)
             if runs is not None:
                 options["runs"] = replace(runs, scale=plain[0].scale)
         noted(_replace(graph, found, tiled_attention, operands, leaves, options), note)

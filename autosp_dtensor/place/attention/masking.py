@@ -17,12 +17,12 @@ from ..masks import (
     Run,
     Runs,
     TileMask,
+    kernel_for,
     prove_runs,
     recognize,
     tile_mask,
     tile_scores,
     tiled_attention,
-    why_not,
 )
 
 __all__ = ["MaskSearch", "by_runs", "noted", "plain_or_tiled", "whole_leaves"]
@@ -124,7 +124,7 @@ def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
         what = "causal" if pattern is Pattern.CAUSAL else "to allow all"
         return noted(node, f"sdpa: its mask is proved {what}")
     if facts(mask).meta.shape[-2] == 1:
-        if _why_not(node, arg_nodes(node)[:3]):
+        if not _kernel_for(node, arg_nodes(node)[:3], bool(given.get("dropout_p")))[0]:
             return noted(node, "sdpa: a mask of keys alone")
         mask = _for_each_query(graph, node, mask)
     found = masks.tiles(mask) if _has_own_rows(node) else None
@@ -136,7 +136,8 @@ def plain_or_tiled(graph: Graph, node: Node, masks: MaskSearch) -> Node:
     options = {k: given[k] for k in ("enable_gqa", "dropout_p") if given.get(k)}
     if given.get("scale") is not None:  # 0 is a scale
         options["scale"] = given["scale"]
-    runs, note = by_runs(node, arg_nodes(node)[:3], mask, expression, masks)
+    dropout = bool(given.get("dropout_p"))
+    runs, note = by_runs(node, arg_nodes(node)[:3], mask, expression, masks, dropout)
     with graph.inserting_before(node):
         options["mask"] = expression
         if runs is not None:
@@ -155,29 +156,32 @@ def by_runs(
     mask: Node | None,
     expression: TileMask,
     search: MaskSearch,
+    dropout: bool,
 ) -> tuple[Runs | None, str]:
-    """Whether flash-attn may run attention, and a note of what runs it and why.
+    """Whether a variable-length kernel may run attention, and a note of what runs it and why.
 
     mask: to be proved in the trace; None: to be looked for while the program runs.
     """
     if expression.trained:
         return None, "tiles: the mask is trained"
-    if why := _why_not(node, operands):
+    kernel, why = _kernel_for(node, operands, dropout)
+    if not kernel:
         return None, f"tiles: {why}"
     known = None if mask is None else search.runs(mask)
     if known is None:
-        return Runs(), "flash-attn where the mask is runs of keys in the data, else tiles"
+        note = f"{kernel} where the mask is runs of keys in the data, else tiles"
+        return Runs(kernel=kernel), note
     if not known:
         return None, "tiles: the mask is no runs of keys, alike for rows and heads"
     windows = sorted({(run.before, run.after) for run in known})
     text = ", ".join(map(str, windows[:2])) + (" ..." if len(windows) > 2 else "")
     count = "1 run" if len(known) == 1 else f"{len(known)} runs"
-    return Runs(known), f"flash-attn: {count} of keys by windows {text}, proved"
+    return Runs(known, kernel=kernel), f"{kernel}: {count} of keys by windows {text}, proved"
 
 
-def _why_not(node: Node, operands: tuple[Node, ...]) -> str:
+def _kernel_for(node: Node, operands: tuple[Node, ...], dropout: bool) -> tuple[str, str]:
     query, key, value = (facts(each).meta for each in operands)
-    return why_not(query, key, value, facts(node).meta.dtype)
+    return kernel_for(query, key, value, facts(node).meta.dtype, dropout)
 
 
 def _for_each_query(graph: Graph, node: Node, mask: Node) -> Node:

@@ -6,7 +6,7 @@ from .prove import MASKED_BELOW, Pattern, recognize
 from .runs import Run, Runs
 from .spans import prove_runs
 from .tiles import TileMask, forget_bands, tile_mask, tile_scores
-from .varlen import why_not
+from .varlen import kernel_for
 
 __all__ = [
     "MASKED_BELOW",
@@ -17,10 +17,10 @@ __all__ = [
     "Softmax",
     "TileMask",
     "forget_bands",
+    "kernel_for",
     "prove_runs",
     "recognize",
     "tile_mask",
     "tile_scores",
     "tiled_attention",
-    "why_not",
 ]

@@ -61,7 +61,7 @@ def tiled_attention(
         own: which of the mask's heads q has, (from, to); None: all.
         sink: the last of `leaves` is no part of the mask, but one more score of each query, [1 or
             B, 1 or H, 1 or S, 1], whose weight is dropped.
-        runs: given where flash-attn may run it, if the mask is made of runs.
+        runs: given where a variable-length kernel may run it, if the mask is made of runs.
 
     Returns:
         [B, H, S, E]; with `softmax.stats` a tuple of it and statistics [B, H, S].
@@ -83,7 +83,7 @@ def tiled_attention(
     if passes and runs:
         if runs.scale is not None:
             factor = runs.scale
-        out = attend_runs(passes, q, k, v, factor, dropout_p)
+        out = attend_runs(passes, runs.kernel, q, k, v, factor, dropout_p)
         return out.squeeze(0) if flat else out
     seed = int(torch.randint(1 << 31, ())) if dropout_p and _has_data(q) else 0
     call = _Call(mask, own, factor, enable_gqa, dropout_p, seed, softmax or Softmax(), sink)

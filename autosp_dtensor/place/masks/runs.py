@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Pass", "Run", "Runs", "passes_of", "runs_of"]
+__all__ = ["FLASH_ATTN", "Pass", "Run", "Runs", "passes_of", "runs_of"]
 
+FLASH_ATTN = "flash-attn"
 _MOST_PASSES = 4
 _MOST_KEYS = 4  # times: keys that several runs read are there once for each
 
@@ -35,10 +36,12 @@ class Run(NamedTuple):
 class Runs:
     """That a variable-length kernel may run a mask. known: its runs where no data says them, those
     of one batch row for all; None: looked for while the program runs. scale: that of scores, where
-    the mask is an expression of them."""
+    the mask is an expression of them. kernel: which one; it stands in the program, so that ranks
+    with other libraries are told."""
 
     known: tuple[Run, ...] | None = None
     scale: float | None = None
+    kernel: str = FLASH_ATTN
 
     def passes(self, rows: int, queries: int, keys: int, device: torch.device) -> list[Pass] | None:
         assert self.known is not None
