@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -34,9 +34,9 @@ SLOPES = torch.linspace(0.1, 0.4, HEADS, dtype=torch.float64)[:, None, None]
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in reference.install_flash_attn():
-        monkeypatch.setitem(sys.modules, name, sys.modules[name])
+def installed() -> Iterator[None]:
+    with reference.references_here():
+        yield
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

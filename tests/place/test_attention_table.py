@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,10 +25,8 @@ CELLS = [(form, mask) for form in FORMS for mask in MASKS if has(form, mask)]
 @pytest.fixture(autouse=True)
 def flash_and_small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tiles, "TILE", 4)
-    names = reference_attention.install_flash_attn()
-    yield
-    for name in names:
-        sys.modules.pop(name, None)
+    with reference_attention.references_here():
+        yield
 
 
 @pytest.mark.parametrize(

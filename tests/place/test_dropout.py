@@ -27,10 +27,8 @@ Attention = Callable[[Tensor, Tensor], Tensor]
 @pytest.fixture(autouse=True)
 def flash_and_small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tiles, "TILE", 4)
-    names = reference_attention.install_flash_attn()
-    yield
-    for name in names:
-        del sys.modules[name]
+    with reference_attention.references_here():
+        yield
 
 
 def causal() -> Tensor:

@@ -33,10 +33,8 @@ WAYS = ["mask", "matmul", "einsum", "flex", "varlen"]
 @pytest.fixture(autouse=True)
 def flash_and_small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tiles, "TILE", 4)
-    names = reference_attention.install_flash_attn()
-    yield
-    for name in names:
-        del sys.modules[name]
+    with reference_attention.references_here():
+        yield
 
 
 def positions_of(*rows: tuple[int, ...]) -> Tensor:
