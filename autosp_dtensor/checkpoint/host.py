@@ -198,8 +198,11 @@ class Moved:
         if changes:
             raise changed(f"{self.dtype}, {self.size} bytes", changes)
         if self.source is not None:
-            flat = torch.empty(0, dtype=self.dtype, device=self.device)
             count = self.size // self.dtype.itemsize
+            if self.dtype == self.source.dtype:
+                # Not by `set_`: the cache of fake tensors' operations would keep the storage.
+                return self.source.as_strided((count,), (1,), 0)
+            flat = torch.empty(0, dtype=self.dtype, device=self.device)
             return flat.set_(self.source.untyped_storage(), 0, (count,), (1,))
         self.host.late += self.fetch()
         assert self.here is not None

@@ -82,6 +82,16 @@ def test_prediction_is_right_for_what_runs_in_parts_or_again(
     assert fake.peak < 0.9 * measure(replace(each, checkpoint="none", tile="none"), 512).peak
 
 
+def test_what_is_still_here_when_backward_comes_is_given_up_in_turn(group: None) -> None:
+    """The last layers' values have not left yet. A tensor without data must not be held by what
+    torch keeps of the operations that it went through."""
+    each = setting(checkpoint="sequence", host=1 << 30, budget=1 << 20, batch=2)
+    step = measure(each, 512, history=True)
+    assert step.host > 0
+    assert max(live["kept for backward"] for live in step.history) > 0
+    assert step.history[-1]["kept for backward"] == 0
+
+
 @pytest.mark.parametrize(("batch", "out"), [(1, [1]), (2, [1, 2, 1])])
 def test_exchange_buffers_are_what_is_packed_and_received(
     group: None, batch: int, out: list[int]
