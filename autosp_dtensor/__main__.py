@@ -11,7 +11,7 @@ from .checkpoint import MODES
 from .cost import DEVICES
 from .errors import AutoSPError
 from .plan import Plan, plan
-from .plan.configs import presets
+from .plan.configs import presets, query_heads
 from .plan.plot import draw
 
 _WIDTH = 21  # of a bar
@@ -56,6 +56,13 @@ def _tile(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
 
+def _shared_by(gpus: int, model: str) -> int:
+    """The most ranks, of those that divide the GPUs, that have a query head each. Above that every
+    rank computes all heads. All GPUs where a config says no heads."""
+    most = min(gpus, query_heads(model) or gpus)
+    return next(sp for sp in range(most, 0, -1) if gpus % sp == 0)
+
+
 def _configurations(tile: str | int, host: int | None) -> dict[str, dict[str, Any]]:
     """What lengths are compared for, by name: each way to checkpoint, with tiles and without, and
     with host memory where there is some."""
@@ -76,10 +83,14 @@ def main(arguments: list[str] | None = None) -> int:
         "plan", help="memory of a step, or the longest sequence that fits"
     )
     planned.add_argument("--model", required=True,
-                         help="a config.json, a model_type of transformers, or one of "
+                         help="a config.json or its directory, a model_type of transformers, or "
+                              "one of "
                               f"{', '.join(presets())}")  # fmt: skip
     planned.add_argument("--gpus", type=int, default=8)
-    planned.add_argument("--sp", type=int, help="ranks that share a sequence; all by default")
+    planned.add_argument("--sp", type=int,
+                         help="ranks that share a sequence; by default the largest divisor of "
+                              "--gpus that is at most the model's query heads (all GPUs where "
+                              "its config says none)")  # fmt: skip
     planned.add_argument("--gpu", default="a100-80gb", type=str.lower, choices=list(DEVICES))
     planned.add_argument("--seq", type=int, help="a length; without it the longest is looked for")
     planned.add_argument("--checkpoint", default="auto", choices=list(MODES))
@@ -92,11 +103,12 @@ def main(arguments: list[str] | None = None) -> int:
                          help="of one machine, for --offload: 900GiB; 1TiB by default")  # fmt: skip
     planned.add_argument("--machine", type=int, default=8, help="GPUs that share it")
     planned.add_argument("--plot", metavar="FILE",
-                         help="a picture of the step; without --seq, and of lengths")  # fmt: skip
+                         help="a picture of memory over the step; without --seq, also of the "
+                              "longest length by configuration, each searched for")  # fmt: skip
     given = parser.parse_args(arguments)
-    sp = given.gpus if given.sp is None else given.sp
-    if given.gpus < 1 or sp < 1 or given.gpus % sp:
-        parser.error(f"--gpus {given.gpus} is not a multiple of --sp {sp}, both at least 1")
+    asked_sp = 1 if given.sp is None else given.sp
+    if given.gpus < 1 or asked_sp < 1 or given.gpus % asked_sp:
+        parser.error(f"--gpus {given.gpus} is not a multiple of --sp {asked_sp}, both at least 1")
     if given.host_memory is not None and not given.offload:
         parser.error("--host-memory goes with --offload")
     host = (given.host_memory or 1 << 40) if given.offload else None
@@ -104,6 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     progress = _Progress()
 
     def planned_for(configuration: dict[str, Any], history: bool = False) -> Plan:
+        sp = given.sp or _shared_by(given.gpus, given.model)
         return plan(
             given.model, (given.gpus // sp, sp), gpu=given.gpu, seq=given.seq, batch=given.batch,
             machine=given.machine, history=history, progress=progress, **configuration,

@@ -5,9 +5,10 @@ As tensors they have memory that nobody fills, so a trace must never take one fo
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from ..graph import given, short_name
 if TYPE_CHECKING:
     from .trace import Recorder
 
-__all__ = ["Bias", "handlers", "refuse_bias", "with_plain_mask"]
+__all__ = ["Bias", "handlers", "made_by_class", "refuse_bias", "with_plain_mask"]
 
 _NAMES = "query key value attn_mask dropout_p is_causal scale enable_gqa".split()
 
@@ -53,6 +54,34 @@ def _upper_left(recorder: Recorder, function: Any, bound: inspect.BoundArguments
 def _lower_right(recorder: Recorder, function: Any, bound: inspect.BoundArguments) -> Bias:
     queries, keys = bound.arguments["size"]
     return Bias(queries, keys, keys - queries or None)
+
+
+@contextlib.contextmanager
+def made_by_class(active: Callable[[], Recorder | None]) -> Iterator[None]:
+    """While it lasts, `CausalBias(variant, S, T)` in a trace gives what the two functions give."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    if module is None or "__new__" in vars(module.CausalBias):  # there already: a trace in a trace
+        yield
+        return
+    kind: Any = module.CausalBias
+    original = kind.__new__
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if active() is None:
+            return original(cls, *args, **kwargs)
+        named = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
+        variant, queries, keys = (named[k] for k in ("variant", "seq_len_q", "seq_len_kv"))
+        if not isinstance(variant, module.CausalVariant):
+            got = type(variant).__name__
+            raise AssertionError(f"variant must be a CausalVariant, got {got}")  # as torch says
+        upper = variant is module.CausalVariant.UPPER_LEFT
+        return Bias(queries, keys, None if upper else keys - queries or None)
+
+    kind.__new__ = new
+    try:
+        yield
+    finally:
+        del kind.__new__
 
 
 def with_plain_mask(

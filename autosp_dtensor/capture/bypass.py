@@ -118,6 +118,7 @@ def patched(recorder: Recorder) -> Iterator[None]:
         with (
             torch.compiler.set_stance("force_eager"),
             intercepted(handlers, active_recorder),
+            bias.made_by_class(active_recorder),
             # Inside a call, a Function is part of what is one node already.
             functions_run_by(recorded_apply, when=lambda: not recorder.is_inside_call),
         ):

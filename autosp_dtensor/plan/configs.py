@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import UsageError
 
-__all__ = ["model_maker", "presets", "shallow_maker"]
+__all__ = ["model_maker", "presets", "query_heads", "shallow_maker"]
 
 # What names code; and the dtype of a file with weights: a plan's parameters are in fp32.
 _LEFT_OUT = (
@@ -52,6 +52,18 @@ def shallow_maker(model: Any) -> tuple[Callable[[int], Callable[[], nn.Module]] 
     if not isinstance(layers, int) or "layer_types" in config:
         return None, 0
     return lambda count: lambda: _from_config({**config, key: count}), layers
+
+
+def query_heads(model: Any) -> int | None:
+    """How many query heads attention has: the ranks that share a sequence without each computing
+    all of them. None of a function, and of a config that does not say one number.
+    """
+    if callable(model):
+        return None
+    sizes = _as_data(_named_config(model)[1])
+    config = _transformers().AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    return heads if isinstance(heads, int) and heads > 0 else None
 
 
 def _depth(config: dict[str, Any]) -> tuple[str, int | None]:

@@ -9,7 +9,7 @@ from typing import Any
 from ..cost import DEVICES
 from ..errors import UsageError
 from ..run.traffic import size_text
-from .configs import model_maker, shallow_maker
+from .configs import model_maker, query_heads, shallow_maker
 from .measure import Setting, Step, fake_group, measure
 from .search import find
 
@@ -23,7 +23,8 @@ class Plan:
     """What was found. `str` of it is a table.
 
     longest: tokens of the longest sequence that fits, None where one length was asked for.
-    step: memory at that length. host: bytes of host memory that one rank may take.
+    step: memory at that length. host: bytes of host memory that one rank may take. heads: query
+    heads of the model, None where its config does not say them.
     """
 
     model: str
@@ -34,6 +35,7 @@ class Plan:
     step: Step
     longest: int | None
     host: int = 0
+    heads: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -41,6 +43,7 @@ class Plan:
 
     def __str__(self) -> str:
         head = f"{self.model} on {self.gpus} x {self.gpu}, sp={self.sp}"
+        head += f" ({self.heads} query heads)" if self.heads else ""
         said = f"{self.step.length:,} tokens"
         lines = [f"{head}: longest {said}" if self.longest else f"{head}: {said}"]
         for kind, size in sorted(self.step.kinds.items(), key=lambda pair: -pair[1]):
@@ -146,4 +149,5 @@ def plan(
         if step is None or history:
             step = measure(setting, step.length if step else seq or 1, history=history)
             told(step)
-    return Plan(name, dp * sp, gpu, sp, capacity, step, found.length if found else None, host)
+    longest = found.length if found else None
+    return Plan(name, dp * sp, gpu, sp, capacity, step, longest, host, query_heads(model))

@@ -189,14 +189,14 @@ def test_multihead_attention(options: dict[str, Any], padded: bool, n: int) -> N
     assert_program_equals_whole(Multihead(**options), inputs, n)
 
 
-def small(family: str, attention: str) -> nn.Module:
+def small(family: str, attention: str, layers: int = 2) -> nn.Module:
     """T5 and BART of transformers. T5's encoder and decoder each train a table of position bias."""
     import transformers
 
     sizes: dict[str, Any]
     if family == "t5":
         sizes = {
-            "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4,
+            "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": layers, "num_heads": 4,
             "relative_attention_num_buckets": 6, "relative_attention_max_distance": 8,
             "dropout_rate": 0.0, "decoder_start_token_id": 0,
         }  # fmt: skip

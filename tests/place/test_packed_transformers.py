@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from autosp_dtensor.place.masks import tiles
 from tests import models, reference_attention
 from tests.model_t import IGNORED
-from tests.place.field_cases import assert_reach_only
+from tests.place.field_cases import assert_reach_only, logits_of
 from tests.simulate import Lowered, assert_program_equals_whole
 from tests.upcasts import upcasts_stay_in_fp64
 
@@ -137,3 +137,56 @@ def test_rows_have_their_own_borders(family: str, way: str, n: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_left_padding_is_that_of_one_device(family: str, way: str, variant: str, n: int) -> None:
     run(family, way, n, models.batch_transformers(variant))
+
+
+class ThreeAxes(nn.Module):
+    """Qwen2-VL's decoder: positions of time, height and width, [3, B, S]; [4, B, S] where they
+    begin with those of documents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen
+
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        config = qwen.Qwen2VLTextConfig(
+            vocab_size=models.VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, use_cache=False, pad_token_id=0,
+            attn_implementation="eager", rope_parameters=rope,
+        )  # fmt: skip
+        self.model = qwen.Qwen2VLTextModel(config)
+        self.head = nn.Linear(32, models.VOCABULARY, bias=False)
+        self.double()
+        models.fill(self)
+        config._attn_implementation = "flash_attention_2"
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        states = self.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
+        return self.head(states)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("lengths", [(LENGTH,), (5, 11)], ids=["one text", "documents"])
+def test_fc_089_three_axes_of_positions_reach_flash_attn_as_one_document(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], n: int
+) -> None:
+    """Three equal rows, of one batch row: its kernel is the one without borders. Documents are said
+    by a fourth row, and their borders end at the last token."""
+    borders: list[list[int]] = []
+    packed_kernel = flash_utils._flash_varlen_fn
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        borders.append(kwargs["cu_seqlens_q"].tolist())
+        return packed_kernel(*args, **kwargs)
+
+    monkeypatch.setattr(flash_utils, "_flash_varlen_fn", watched)
+    documents = len(lengths) > 1
+    positions = positions_of(lengths).expand(4 if documents else 3, 1, LENGTH).contiguous()
+    batch = {"ids": models.random_ids(1), "positions": positions}
+    with upcasts_stay_in_fp64():
+        program = assert_program_equals_whole(ThreeAxes(), (*batch.values(),), n)
+        assert kernels(program) == {"_flash_attention_forward"}
+        assert borders == [[0, 5, LENGTH]] * len(borders) and bool(borders) == documents
+        other = changed({"input_ids": batch["ids"]}, 0, slice(0, 5))
+        before, after = (logits_of(program, {**batch, "ids": x}) for x in (batch["ids"], other))
+    differ = (before != after).any(-1)[0]
+    assert differ.tolist() == [True] * 5 + [not documents] * (LENGTH - 5)

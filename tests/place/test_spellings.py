@@ -9,7 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.attention.bias import (
+    CausalBias,
+    CausalVariant,
+    causal_lower_right,
+    causal_upper_left,
+)
 
 from autosp_dtensor.capture import capture, read_call
 from autosp_dtensor.errors import CaptureError
@@ -166,9 +171,19 @@ class Biased(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
+def by_class_upper_left(queries: int, keys: int) -> Any:
+    return CausalBias(CausalVariant.UPPER_LEFT, queries, keys)
+
+
+def by_class_lower_right(queries: int, keys: int) -> Any:
+    return CausalBias(CausalVariant.LOWER_RIGHT, queries, keys)
+
+
 @RANKS
 @pytest.mark.parametrize("length", [LENGTH, LENGTH + 4])
-@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize(
+    "make", [causal_upper_left, causal_lower_right, by_class_upper_left, by_class_lower_right]
+)
 def test_causal_bias(make: Callable[..., Any], length: int, n: int) -> None:
     """Nothing of its memory, which torch never fills, is read."""
     other = torch.randint(16, (2, length), generator=torch.Generator().manual_seed(2))
@@ -177,7 +192,7 @@ def test_causal_bias(make: Callable[..., Any], length: int, n: int) -> None:
         (attention,) = program.named("scaled_dot_product_attention") + program.named(
             "tiled_attention"
         )
-        by_argument = make is causal_upper_left or length == LENGTH
+        by_argument = make.__name__.endswith("upper_left") or length == LENGTH
         assert (attention.kwargs.get("is_causal") is True) == by_argument
 
 
@@ -226,6 +241,16 @@ def test_causal_bias_in_another_operation_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="add is given a causal bias"):
         lowered_of(call, torch.randn(2, 4, LENGTH, 2))
+
+
+def test_causal_bias_of_no_variant_is_what_torch_says() -> None:
+    """And after a trace torch's class is as it was."""
+    model = Biased(lambda *sizes: CausalBias(1, *sizes))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="variant must be a CausalVariant, got int"):
+        lowered_of(model, IDS, IDS)
+    assert "__new__" not in vars(CausalBias)
+    made = by_class_lower_right(2, 3)
+    assert isinstance(made, CausalBias) and (made.seq_len_q, made.seq_len_kv) == (2, 3)
 
 
 def test_causal_bias_and_is_causal_is_what_torch_says() -> None:

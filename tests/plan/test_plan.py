@@ -288,6 +288,32 @@ def test_plan_needs_a_process_of_its_own(group: None) -> None:
         autosp.plan(TINY, (1, 2), seq=512)
 
 
+@pytest.mark.parametrize(
+    ("model", "gpus", "sp"),
+    [
+        ("llama-3.1-8b", 1024, 32),
+        ("gpt2", 64, 8),
+        ("gpt2", 8, 8),
+        ("gpt2", 18, 9),
+        ("mamba", 64, 64),
+    ],
+)
+def test_command_shares_a_sequence_by_no_more_ranks_than_heads(
+    monkeypatch: pytest.MonkeyPatch, model: str, gpus: int, sp: int
+) -> None:
+    """32 and 12 heads, and a model without any. What is said by hand is taken as it is."""
+    shapes: list[tuple[int, int]] = []
+
+    def planned(model: str, shape: tuple[int, int], **_: Any) -> None:
+        shapes.append(shape)
+        raise UsageError("seen", where="here", have="a shape", why="that is all", fix="none")
+
+    monkeypatch.setattr(sys.modules[main.__module__], "plan", planned)
+    asked = ["plan", "--model", model, "--gpus", str(gpus)]
+    assert main(asked) == main([*asked, "--sp", str(gpus)]) == 2
+    assert shapes == [(gpus // sp, sp), (1, gpus)]
+
+
 def test_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     asked = ["--gpus", "4", "--sp", "2", "--seq", "512", "--gpu", "H100-80GB", "--tile", "64"]
@@ -297,6 +323,8 @@ def test_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[
     host = ["--gpus", "2", "--seq", "512", "--offload", "--host-memory", "1.5GiB"]
     assert main(["plan", "--model", str(tmp_path), *host]) == 0
     assert "of 768.0 MiB" in capsys.readouterr().out
+    assert main(["plan", "--model", str(tmp_path), "--gpus", "6", "--seq", "512"]) == 0
+    assert "on 6 x a100-80gb, sp=3 (4 query heads): 512 tokens" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["plan", "--model", "nothing", "--host-memory", "much"])
     assert "is no size" in capsys.readouterr().err

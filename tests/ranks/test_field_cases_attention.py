@@ -19,9 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests import models
-from tests.compare import Collectives, assert_same_as_one_device, dp_index, one_device
+from tests.compare import Collectives, assert_same_as_one_device, dp_index, one_device, whole
 from tests.losses import token_sum
 from tests.model_t import IGNORED, ModelT, TConfig, ids_of_t, labels_with_targets
+from tests.place.field_cases import t_with
+from tests.place.test_field_cases_heads import WithSinks
 from tests.pool import Rank, run_on_ranks
 from tests.ranks.cases import checked, shifted
 from tests.ranks.training import parallelize_then_shard, split
@@ -192,6 +194,39 @@ def with_sleeps(rank: Rank) -> None:
 @pytest.mark.parametrize("n", [2, 4])
 def test_fc_045_late_exchanges_leave_every_gradient_bit_equal(n: int) -> None:
     run_on_ranks(with_sleeps, n=n)
+
+
+def with_sinks() -> ModelT:
+    model = t_with(WithSinks)
+    for block in model.blocks:
+        sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0], dtype=torch.float64)
+        block.attention.sinks = nn.Parameter(sinks)
+    return model
+
+
+def clipped_with_sinks(rank: Rank) -> None:
+    ids = ids_of_t(2)
+    labels = labels_with_targets(ids, [range(15), (2, 9, 11)])
+    batch = {"ids": ids, "labels": labels}
+    want = one_device(with_sinks, [batch])
+    squares = {name: g.square().sum() for name, g in want.grads.items() if g is not None}
+    sinks = [name for name in squares if name.endswith("sinks")]
+    norm = torch.stack([*squares.values()]).sum().sqrt()
+    without = torch.stack([x for name, x in squares.items() if name not in sinks]).sum().sqrt()
+    assert len(sinks) == 2 and norm > without * (1 + 1e-6)
+    model = parallelize_then_shard(with_sinks(), rank.mesh(sp=rank.world_size))
+    model(**batch).loss.backward()
+    got = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.testing.assert_close(whole(got), norm, rtol=1e-10, atol=0)
+    for name in sinks:
+        grad = whole(model.get_parameter(name).grad)
+        torch.testing.assert_close(grad, want.grads[name] * 0.1 / (norm + 1e-6), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_fc_024_gradients_of_sinks_enter_the_clipping_norm(n: int) -> None:
+    """All heads' of both layers, whole on FSDP2's shards. The norm without them is another one."""
+    run_on_ranks(clipped_with_sinks, n=n)
 
 
 class Sliced(nn.Module):
