@@ -47,6 +47,17 @@ def stripes(a: int, b: int, c: int) -> Tensor:
     return (h[:, None, None] * a + q[None, :, None] * b - k[None, None, :]) % c != 0
 
 
+def wide(x: Tensor) -> Tensor:
+    """So many terms that a product of another shape adds them in another order."""
+    return torch.sin(x.repeat(1, 1, 1, 32) * torch.linspace(1, 9, 32 * SIZE, dtype=x.dtype))
+
+
+def largest(scores: Tensor) -> Tensor:
+    """Weights of the four largest alone. A score that is made twice may differ from itself."""
+    least = scores.topk(4, -1).values[..., -1:]
+    return scores.masked_fill(scores < least, -1e30).softmax(-1)
+
+
 def symmetric(q: Tensor, k: Tensor, v: Tensor, d: Tensor) -> Tensor:
     scores = torch.tanh(q @ k.mT)
     return (scores + scores.mT * 0.5).softmax(-1) @ v
@@ -119,6 +130,24 @@ CASES: dict[str, Attention] = {
     "a scale of 0": lambda q, k, v, d: kernel(
         q, k, v, attn_mask=same(d) & causal(), scale=0.0
     ),
+    # one result of several
+    "a grid of positions": lambda q, k, v, d: kernel(
+        q, k, v, attn_mask=same(d) & torch.ge(*torch.meshgrid(AT, AT, indexing="ij"))
+    ),
+    "two halves of a mask": lambda q, k, v, d: kernel(
+        q, k, v,
+        attn_mask=torch.bitwise_or(
+            *torch.cat([same(d), causal().expand(2, 1, -1, -1)], 1).chunk(2, 1)
+        ),
+    ),
+    "one of two scores": lambda q, k, v, d: (
+        torch.tanh(torch.stack([q @ k.mT, v @ k.mT]))
+        .unbind(0)[1]
+        .masked_fill(~causal(), -INF)
+        .softmax(-1)
+        @ v
+    ),
+    "the largest scores of each query": lambda q, k, v, d: largest(wide(q) @ wide(k).mT) @ v,
     # values
     "sum of flags": lambda q, k, v, d: kernel(
         q, k, v, attn_mask=((same(d) + causal()) == 1) & causal()

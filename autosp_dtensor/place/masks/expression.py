@@ -148,6 +148,10 @@ class Expression:
                 if self._holds_product(node):
                     raise
                 step = Step("small", node, frame)
+            if step.kind == "small" and self._holds_product(node):
+                # A tile's product may round otherwise than the one that this is made of: scores
+                # compared with their own largest ones would differ from them.
+                raise NotStatic(f"{node.name} is made of scores")
             self._steps[key] = step
         return self._steps[key]
 

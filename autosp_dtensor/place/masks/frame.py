@@ -135,7 +135,7 @@ def view_of(node: Node) -> View | None:
     """What a node is as a view that reorders, adds or drops dims; None where it is no view.
 
     Raises:
-        NotStatic: a view that merges or splits dims, or steps through one.
+        NotStatic: a view that merges or splits dims, or steps through one; one result of several.
     """
     if not node.args or not isinstance(node.args[0], Node):
         return None
@@ -157,6 +157,8 @@ def view_of(node: Node) -> View | None:
             else:
                 origin = _ones_aside(have, want)
         case "getitem":
+            if not facts(source).single:  # a number of a result (meshgrid, chunk), no index
+                raise NotStatic(f"one of several results of {source.name}")
             return _indexed(node, source, have)
         case _:
             return None
