@@ -1,6 +1,7 @@
 """Every private torch name that the package uses stands here.
 
-CI runs torch 2.13.0. The tests at commit 93832ea were run on 2.11.0 and 2.14.1 as well.
+CI runs torch 2.13.0. The tests at commit 93832ea were run on 2.11.0 and 2.14.1 as well, those that
+need one process at commit 2dc21a7 on 2.14.1.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class Placer(Versions):
         set_facts(placed, facts(node).having(placements=tuple(facts(r).placement for r in results)))
 
     def _output_placement(self, node: Node) -> Placement:
-        """What a DTensor can say: replicated, or chunks of one dim, of the sequence where known.
+        """Chunks of the sequence dim, or whole where a result has none (of pooling, of one token):
+        who computes with that need not know how the batch or the classes were split.
 
         The result of a block stays as it is.
         """
@@ -130,10 +131,13 @@ class Placer(Versions):
         placement = value.placement
         if self.around is not None:
             return placement
+        shape = value.facts.meta.shape
         if not isinstance(placement, Shard):
             return REPLICATE
+        if value.home is None and self.lengths.isdisjoint(shape):
+            return REPLICATE
         dim = placement.dim if value.home is None else value.home.dim
-        return Shard(dim, chunk_sizes(value.facts.meta.shape[dim], self.n))
+        return Shard(dim, chunk_sizes(shape[dim], self.n))
 
     # -- blocks ---------------------------------------------------------------------------------
 

@@ -228,6 +228,34 @@ def test_rank_without_a_target_does_not_spoil_the_loss() -> None:
     assert_program_equals_whole(loss, (IDS, labels), 4)
 
 
+POOLED = {
+    "largest": lambda x, ids: x.max(1).values,
+    "mean": lambda x, ids: x.mean(1),
+    "last of each row": lambda x, ids: x[torch.arange(len(x)), (ids != 0).int().argmax(-1)],
+    "products of features": lambda x, ids: x.mT @ x,
+}
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("pool", POOLED)
+def test_result_without_the_sequence_is_whole_on_every_rank(pool: str, n: int) -> None:
+    """However the batch or the features were split for it. What has the sequence stays split."""
+
+    class Classes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.score = _embed(), nn.Linear(8, 5, dtype=torch.float64)
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.embedding(ids)
+            return self.score(POOLED[pool](x, ids)), self.score(x)
+
+    ids = torch.randint(16, (4, 16), generator=torch.Generator().manual_seed(3))
+    program = assert_program_equals_whole(Classes(), (ids,), n)
+    output = next(node for node in program.placed.nodes if node.op == "output")
+    assert facts(output).placements == (R, Shard(1, (16 // n,) * n))
+
+
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_sequence_dim_may_come_first(n: int) -> None:
     embedding = _embed()
