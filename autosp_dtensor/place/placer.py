@@ -134,10 +134,21 @@ class Placer(Versions):
         shape = value.facts.meta.shape
         if not isinstance(placement, Shard):
             return REPLICATE
-        if value.home is None and self.lengths.isdisjoint(shape):
+        if value.home is None and self._input_lengths().isdisjoint(shape):
             return REPLICATE
         dim = placement.dim if value.home is None else value.home.dim
         return Shard(dim, chunk_sizes(shape[dim], self.n))
+
+    def _input_lengths(self) -> set[int]:
+        """Of the sequence, and of others beside it: ids and masks [B, S], features [B, S, D]."""
+        metas = [facts(n).meta for n in self.graph.nodes if n.op == "placeholder"]
+        dim = self.seq_dim
+        return self.lengths | {
+            meta.shape[dim]
+            for meta in metas
+            if len(meta.shape) > (2 if meta.dtype.is_floating_point else 1)
+            and len(meta.shape) > dim
+        }
 
     # -- blocks ---------------------------------------------------------------------------------
 
