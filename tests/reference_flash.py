@@ -371,7 +371,7 @@ def references_here() -> Iterator[None]:
     finally:
         torch_varlen.varlen_attn = own
         for name in names:
-            sys.modules.pop(name, None)
+            del sys.modules[name]
             if name in before:
                 sys.modules[name] = before[name]
 

@@ -141,14 +141,14 @@ class Placer(Versions):
 
     def _input_lengths(self) -> set[int]:
         """Of the sequence, and of others beside it: ids and masks [B, S], features [B, S, D]."""
-        metas = [facts(n).meta for n in self.graph.nodes if n.op == "placeholder"]
-        dim = self.seq_dim
-        return self.lengths | {
-            meta.shape[dim]
-            for meta in metas
-            if len(meta.shape) > (2 if meta.dtype.is_floating_point else 1)
-            and len(meta.shape) > dim
-        }
+        found = set(self.lengths)
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                meta = facts(node).meta
+                least = 3 if meta.dtype.is_floating_point else 2  # dims; not labels [B, classes]
+                if len(meta.shape) >= max(least, self.seq_dim + 1):
+                    found.add(meta.shape[self.seq_dim])
+        return found
 
     # -- blocks ---------------------------------------------------------------------------------
 

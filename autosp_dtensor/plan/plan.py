@@ -93,7 +93,7 @@ def plan(
             content, or a function that makes the model (called with input_ids and labels). Configs
             are data: what they say of code, kernels' names included, is left out.
         mesh_shape: (dp, sp).
-        gpu: a name of `autosp_dtensor.checkpoint.DEVICES`, in letters of either case.
+        gpu: a name of `autosp_dtensor.cost.DEVICES`, in letters of either case.
         seq: the length to plan for; None: the longest that fits is looked for.
         checkpoint: as in `parallelize`; "auto" plans with this GPU's memory.
         tile: as in `parallelize`.

@@ -75,7 +75,8 @@ def choose_policy(
                 again = {
                     region: asked(recorded(region), start, device).stages for region in regions
                 }
-            budget = _budget(root, live, kind, options.memory_budget, inputs, recorded, again)
+            room = _room(root, live, kind, options.memory_budget, inputs, recorded, again)
+            budget = None if room is None else max(0, room)
         if not options.host or (budget is None and options.offload == "auto"):
             return policy_of(regions, mode, device, budget, cut=cut, recorded=recorded)
         return offloading(
@@ -140,20 +141,6 @@ def device_of(kind: str) -> Device:
     return DEVICES["a100-80gb"]
 
 
-def _budget(
-    root: Region,
-    live: nn.Module | None,
-    kind: str,
-    given: int | None,
-    inputs: dict[Region, dict[int, int]],
-    recorded: Callable[[Region], Record],
-    again: dict[Region, Stages],
-) -> int | None:
-    """Bytes that regions may keep; None where nothing is known of the device's memory (a CPU)."""
-    room = _room(root, live, kind, given, inputs, recorded, again)
-    return None if room is None else max(0, room)
-
-
 def _room(
     root: Region,
     live: nn.Module | None,
@@ -163,9 +150,12 @@ def _room(
     recorded: Callable[[Region], Record],
     again: dict[Region, Stages],
 ) -> int | None:
-    """The device's bytes, less state, gathered parameters, and what the fullest moment of backward
-    takes beside what regions keep. What `inputs` take is theirs. Below 0: that alone is too much.
-    again: in which stages regions have their values again, if not at once.
+    """Bytes that regions may keep: the device's, less state, gathered parameters, and what the
+    fullest moment of backward takes beside what regions keep. What `inputs` take is theirs. Below
+    0: that alone is too much. again: in which stages regions have their values again, if not at
+    once.
+
+    None where nothing is known of the device's memory (a CPU).
     """
     if given is None:
         if kind != "cuda":

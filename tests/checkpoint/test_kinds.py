@@ -20,6 +20,7 @@ from autosp_dtensor.checkpoint.kinds import is_attention
 from autosp_dtensor.cost import DEVICES, pairs_read
 from autosp_dtensor.graph import short_name
 from tests import reference_attention as reference
+from tests.checkpoint.stacked import Stacked
 from tests.run.test_codegen import Ran
 from tests.simulate import Lowered, lowered
 from tests.user_rules import rules_are_put_back
@@ -170,19 +171,9 @@ class Block(nn.Module):
         return x + self.out(self.attend(*qkv).transpose(1, 2).flatten(2)).tanh()
 
 
-class Model(nn.Module):
+class Model(Stacked):
     def __init__(self, attend: Attend) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(16, WIDTH)
-        self.blocks = nn.ModuleList(Block(attend) for _ in range(2))
-        self.double()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(lambda: Block(attend), WIDTH)
 
 
 def attention_of(program: Lowered) -> list[Node]:

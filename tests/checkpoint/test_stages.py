@@ -25,6 +25,7 @@ from autosp_dtensor.graph import short_name
 from autosp_dtensor.lower import Collective, Region
 from tests.checkpoint import layers
 from tests.checkpoint.layers import layer_region
+from tests.checkpoint.stacked import Stacked
 from tests.lower.wire import on_ranks
 from tests.model_t import ModelT, TConfig
 from tests.run.test_codegen import Ran, bound
@@ -123,19 +124,9 @@ class Block(nn.Module):
         return self.body(self, x)
 
 
-class Model(nn.Module):
+class Model(Stacked):
     def __init__(self, body: Callable[[Block, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(16, WIDTH)
-        self.blocks = nn.ModuleList(Block(body) for _ in range(2))
-        self.double()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(lambda: Block(body), WIDTH)
 
 
 def regions(program: Lowered) -> dict[Region, int]:

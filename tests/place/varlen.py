@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,20 +19,18 @@ from tests import reference_attention
 def flash_attn_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     """Gives the windows of the calls that were made so far."""
     windows: list[tuple[int, int]] = []
-    names = reference_attention.install_flash_attn()
-    module = sys.modules["flash_attn"]
-    kernel = module.flash_attn_varlen_func
-
-    def counted(*args, **kwargs):
-        windows.append(kwargs["window_size"])
-        return kernel(*args, **kwargs)
-
-    monkeypatch.setattr(module, "flash_attn_varlen_func", counted)
     monkeypatch.setattr(varlen, "TAKES", {"cpu": (torch.float32, torch.float64)})
     monkeypatch.setattr(tiles, "TILE", 4)
-    yield windows
-    for name in names:
-        del sys.modules[name]
+    with reference_attention.references_here():
+        module: Any = sys.modules["flash_attn"]
+        kernel = module.flash_attn_varlen_func
+
+        def counted(*args, **kwargs):
+            windows.append(kwargs["window_size"])
+            return kernel(*args, **kwargs)
+
+        module.flash_attn_varlen_func = counted
+        yield windows
 
 
 @pytest.fixture
