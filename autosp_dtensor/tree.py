@@ -14,7 +14,7 @@ from typing import Any
 
 from .closures import is_block_mask, put_together, take_apart, with_mod
 
-__all__ = ["Spec", "flatten", "unflatten"]
+__all__ = ["Spec", "flatten", "paths", "unflatten"]
 
 Spec = tuple[Any, ...]
 _LEAF: Spec = ("leaf",)
@@ -65,6 +65,21 @@ class _Shell:
 
     def __repr__(self) -> str:
         return type(self.value).__qualname__
+
+
+def paths(spec: Spec) -> list[str]:
+    """Where each leaf stands, in order: "0.mask" in `({"mask": leaf},)`."""
+    if spec is _LEAF or spec[0] == "leaf":
+        return [""]
+    kind, detail, children = spec
+    if kind == "namedtuple":
+        names = detail._fields
+    elif kind in ("mapping", "dataclass"):
+        names = detail[1]
+    else:
+        names = detail if kind is dict else range(len(children))
+    pairs = zip(names, children, strict=True)
+    return [f"{name}.{path}".rstrip(".") for name, child in pairs for path in paths(child)]
 
 
 def unflatten(spec: Spec, leaves: Sequence[Any]) -> Any:

@@ -16,7 +16,7 @@ from ..errors import CaptureError
 from ..graph import describe, meta_of
 from ..lazy_dtensor import LazyDTensor
 from ..placement import Placement
-from ..tree import Spec, flatten
+from ..tree import Spec, flatten, paths
 from .template import is_plain
 
 __all__ = ["Call", "name_of", "read_call", "refuse_opaque", "state_key", "state_text"]
@@ -44,6 +44,15 @@ class Call:
     @property
     def name(self) -> str:
         return name_of(self.target)
+
+    def whole(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors that each rank passes whole, under the names of their arguments."""
+        positional, keywords = self.spec[2]
+        named = zip([*paths(positional), *paths(keywords)], self.leaves, strict=True)
+        tensors = [(name, leaf) for name, leaf in named if isinstance(leaf, torch.Tensor)]
+        return [
+            each for each, placed in zip(tensors, self.placements, strict=True) if placed is None
+        ]
 
     def describe(self) -> str:
         """The key as text that is equal on ranks that make the same call."""

@@ -1,9 +1,10 @@
-"""Ranks of one sp group compare each call's key: a difference is an error, not a hang."""
+"""Ranks of one sp group compare each call's key and data: a difference is an error, not a hang."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from .._torch import all_gather_single
 from ..errors import RankMismatchError
 from ..graph import describe, meta_of
 from ..source import call_site
+from .content import OneCallLate, Seen, content, digest, reader_for
 
 __all__ = ["Agreement", "side_group"]
 
@@ -39,6 +41,12 @@ _CALLS = _Difference(
     f"{_SAMPLER}; enter torch.no_grad() and autocast alike",
 )
 _DATA = _Difference("were called with different data", _BATCH, _SAMPLER)
+_DATA_BEFORE = _Difference(
+    "were called with different data in the call before this one",
+    f"{_BATCH}; on an accelerator data is compared one call later, so that no device waits",
+    f"{_SAMPLER}; what that call computed, and a step made of it, is of mixed-up sequences: go on "
+    "from a checkpoint before it",
+)
 _STATES = _Difference(
     "were called with models in different modes or states",
     "the ranks run one program together, and it depends on train and eval mode, on the modules, "
@@ -68,53 +76,78 @@ class Agreement:
         self.name = name  # of what is called, for errors
         self.size = mesh.size()
         self.group: Any = None
+        self.inputs = reader_for(mesh.device_type)
         if self.size == 1:
             return
         self.ranks = dist.get_process_group_ranks(mesh.get_group())
         self.group = side_group(mesh.get_group(), self.ranks)
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        out = torch.empty((self.size, len(numbers)), dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        out = torch.empty((self.size, len(numbers)), dtype=torch.int64, device="cpu")
         all_gather_single(out, mine.unsqueeze(0), group=self.group)
         return out.tolist()
 
-    def on_call(self, description: str, state: str) -> None:
-        """Check that all ranks make the same call; one exchange of 8 bytes.
+    def on_call(
+        self, description: str, state: str, inputs: Sequence[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Check that all ranks make the same call on the same data; one exchange of 16 bytes.
 
         Args:
             description: the call's tensors and arguments, as text.
             state: all else that its program depends on: modules, parameters, modes.
+            inputs: the tensors that each rank passes whole, by name. On an accelerator those of
+                the call before are compared.
 
         Raises:
             RankMismatchError: on every rank, when any differs.
         """
-        if self.size == 1:
+        if self.size > 1:
+            read = functools.partial(self.inputs.of_call, description, inputs)
+            self._compare(description, state, read)
+
+    def on_first_call(self) -> None:
+        """Check the data of a program's first call at once, where `on_call` has not."""
+        if self.size > 1 and isinstance(self.inputs, OneCallLate):
+            self._compare("", "", self.inputs.pending)
+
+    def _compare(self, description: str, state: str, read: Callable[[], Seen | None]) -> None:
+        """Compare texts, and what is read of inputs. A rank that cannot read tells the others."""
+        seen, failure = None, None
+        try:
+            seen = read()
+        except Exception as error:
+            failure = error
+        told = f"{description}; {state}" if failure is None else _text(failure)
+        rows = self._gather([digest(told), seen.number if seen else 0])
+        if failure is None and all(row == rows[0] for row in rows):
             return
-        rows = self._gather([_digest(f"{description}; {state}")])
-        if any(row != rows[0] for row in rows):
-            texts = self._texts((description, state))
-            same = all(text[0] == description for text in texts)
-            self._tell(rows, ["; ".join(text) for text in texts], _STATES if same else _CALLS)
+        self.inputs.forget()  # on all ranks, as all raise
+        error = None if failure is None else _text(failure)
+        everyone = self._all_of((description, state, error, seen))
+        if failure is not None:
+            raise failure
+        calls, states, errors, data = zip(*everyone, strict=True)
+        if any(errors):
+            self._tell_failure("reading the inputs", errors)
+        before = any(each is not None and each.late for each in data)
+        same_data = all(row[1] == rows[0][1] for row in rows)
+        if all(row[0] == rows[0][0] for row in rows) or (before and not same_data):
+            numbers = [row[1:] for row in rows]
+            self._tell(numbers, _unlike(data), _DATA_BEFORE if before else _DATA)
+        texts = [f"{call}; {state}" for call, state in zip(calls, states, strict=True)]
+        difference = _STATES if len(set(calls)) == 1 else _CALLS
+        self._tell([row[:1] for row in rows], texts, difference)
 
     def seed(self, proposed: int) -> int:
         """The first rank's random seed, on all ranks."""
         return proposed if self.size == 1 else self._gather([proposed])[0][0]
 
-    def on_data(self, tensors: list[torch.Tensor], description: str) -> None:
-        """Check that all ranks hold the same values in whole inputs."""
-        if self.size == 1 or not tensors:
-            return
-        rows = self._gather([_content(t) for t in tensors])
-        if any(row != rows[0] for row in rows):
-            wrong = ", ".join(str(k) for k in _differing(rows))
-            self._tell(rows, [f"{description}; differs: tensor {wrong}"] * self.size, _DATA)
-
     def on_outside(self, tensors: list[torch.Tensor]) -> None:
         """Check that all ranks hold the same values in what forward takes from elsewhere."""
         if self.size == 1 or not tensors:
             return
-        rows = self._gather([_content(t) for t in tensors])
+        rows = self._gather(_hashes(tensors))
         if any(row != rows[0] for row in rows):
             shapes = [describe(meta_of(tensors[k])) for k in _differing(rows)]
             self._tell(rows, [", ".join(shapes)] * self.size, _OUTSIDE)
@@ -126,7 +159,7 @@ class Agreement:
         pairs = list(named)
         if not pairs:
             return
-        rows = self._gather([_content(tensor) for _, tensor in pairs])
+        rows = self._gather(_hashes([tensor for _, tensor in pairs]))
         wrong = [pairs[k][0] for k in _differing(rows)]
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -143,36 +176,36 @@ class Agreement:
         """Check that all ranks have built the same program, and that none has failed."""
         if self.size == 1:
             return
-        rows = self._gather([0, _digest(text)])
+        rows = self._gather([0, digest(text)])
         if any(row[0] for row in rows):
-            self._tell_failure(rows, None)
+            self._tell_failure("tracing", self._all_of(None))
         if any(row != rows[0] for row in rows):
-            self._tell([row[1:] for row in rows], self._texts(what), _PROGRAMS)
+            self._tell([row[1:] for row in rows], self._all_of(what), _PROGRAMS)
 
     def on_failure(self, error: Exception) -> None:
-        """Instead of `on_text`, on a rank that could not build its program."""
+        """Instead of `on_text`, on a rank that could not build its program, and raises its own."""
         if self.size > 1:
-            self._tell_failure(self._gather([1, _digest(str(error))]), error)
+            self._gather([1, digest(str(error))])
+            self._all_of(_text(error))
 
-    def _tell_failure(self, rows: list[list[int]], error: Exception | None) -> None:
-        """Every rank learns what failed where; one that failed itself goes on to raise its own."""
-        texts = self._texts(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            return
-        failed = [f"rank {r}: {text}" for r, text in zip(self.ranks, texts, strict=True) if text]
+    def _tell_failure(self, doing: str, errors: Sequence[str | None]) -> NoReturn:
+        """errors: each rank's; those that have one raise it themselves."""
+        failed = [
+            f"rank {r}: {error}" for r, error in zip(self.ranks, errors, strict=True) if error
+        ]
         raise RankMismatchError(
-            "tracing failed on other ranks of the sp group, not on this one.",
+            f"{doing} failed on other ranks of the sp group, not on this one.",
             where=call_site(self.name),
             have=failed,
             why="the ranks run one program together",
             fix="what fails there depends on the rank: its data, its modules or its environment",
         )
 
-    def _texts(self, own: Any) -> list[Any]:
-        """Every rank's own text."""
-        texts: list[Any] = [None] * self.size
-        dist.all_gather_object(texts, own, group=self.group)
-        return texts
+    def _all_of(self, own: Any) -> list[Any]:
+        """Every rank's own, in order of ranks."""
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, own, group=self.group)
+        return everyone
 
     def _tell(
         self, rows: list[list[int]], texts: Sequence[str], difference: _Difference
@@ -199,7 +232,27 @@ def _differing(rows: list[list[int]]) -> list[int]:
     return [k for k in range(len(rows[0])) if any(row[k] != rows[0][k] for row in rows)]
 
 
-_CHUNK = 1 << 22
+def _hashes(tensors: list[torch.Tensor]) -> list[int]:
+    """All are on their way before the first is waited for."""
+    return [int(number) for number in [content(tensor) for tensor in tensors]]
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _unlike(data: Sequence[Seen | None]) -> list[str]:
+    """For each rank what it was given, and which of it differs."""
+    hashes = itertools.zip_longest(*(seen.hashes for seen in data if seen is not None))
+    differing = {k for k, of_ranks in enumerate(hashes) if len(set(of_ranks)) > 1}
+    texts = []
+    for seen in data:
+        if seen is None:
+            texts.append("nothing to compare")
+            continue
+        names = [name for k, name in enumerate(seen.names) if k in differing]
+        texts.append(f"{seen.description}; differs: argument {', '.join(names)}")
+    return texts
 
 
 _SIDE_GROUPS: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -216,25 +269,3 @@ def side_group(group: Any, ranks: list[int]) -> Any:
         side = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         _SIDE_GROUPS[tuple(ranks)] = dist.group.WORLD, side
     return side
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True
-    )
-
-
-def _content(tensor: torch.Tensor) -> int:
-    """A hash of all values in order, made on the tensor's own device; integer arithmetic wraps."""
-    with torch.no_grad():
-        raw = tensor.detach().contiguous().reshape(-1)
-        if raw.is_complex():
-            raw = torch.view_as_real(raw).reshape(-1)
-        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[raw.element_size()]
-        words, total = raw.view(width), 0
-        for start in range(0, words.numel(), _CHUNK):  # 64-bit copies of a part at a time
-            part = words[start : start + _CHUNK].to(torch.int64)
-            places = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
-            mixed = (part + places * 0x9E3779B97F4A7C) * 0x2545F4914F6CDD1D
-            total += int((mixed ^ (mixed >> 29)).sum())
-        return (total + 2**63) % 2**64 - 2**63

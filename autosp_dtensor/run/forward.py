@@ -77,7 +77,8 @@ class Forward:
         found = self._cached(call, state)
         if self.options.check_ranks:
             cached = "traced before" if found is not None else "new"
-            self.agreement.on_call(call.describe(), f"{self._state_text(state)}, {cached}")
+            known = f"{self._state_text(state)}, {cached}"
+            self.agreement.on_call(call.describe(), known, call.whole())
         if self._runs_unsharded(call):
             return self.original()(*args, **kwargs)
         program = found or self.program(call, state)
@@ -138,8 +139,7 @@ class Forward:
     def _compare(self, call: Call, program: Program) -> None:
         """A new program: all ranks have built the same one, from the same data and parameters."""
         self.agreement.on_text(program.text(), call.describe())
-        whole = [t for t, p in zip(call.tensors, call.placements, strict=True) if p is None]
-        self.agreement.on_data(whole, call.describe())
+        self.agreement.on_first_call()
         constants = list(program.captured.consts.values())
         self.agreement.on_outside(constants)
         self._compare_parameters()
