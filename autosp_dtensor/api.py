@@ -54,8 +54,9 @@ def parallelize(
         dp_axis: the data axis, which `sync_gradients` averages over as well; other axes are left
             alone.
         seq_dim: the sequence dim of the inputs: 1 for [B, S], 0 for [S, B].
-        check_ranks: compare every call over the sp group (8 bytes), and the data at a program's
-            first call.
+        check_ranks: compare every call and its data over the sp group (16 bytes). On a GPU a call's
+            data is compared at the next call, so that the device does not wait; a program's first
+            call at once.
         checkpoint: what each repeated or FSDP2 module keeps for backward. "none": all. "full":
             nothing but its inputs. "sequence": attention's output and log-sum-exp, which cost most
             to compute again per byte. "auto": what saves most time per byte, as long as it fits in
@@ -79,7 +80,7 @@ def parallelize(
         MeshError: the mesh has no axis `sp_axis`, or the model is parallelized already, on another
             mesh.
         CaptureError, PlacementError, RankMismatchError: at a call, on all ranks, before its first
-            collective.
+            collective; RankMismatchError on a GPU also for data of the call before.
 
     Source: AutoSP (ICLR 2026); all-to-all attention after DeepSpeed-Ulysses, arXiv:2309.14509.
     """

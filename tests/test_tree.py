@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autosp_dtensor.tree import flatten, unflatten
+from autosp_dtensor.tree import flatten, paths, unflatten
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -99,3 +99,13 @@ def test_output_of_transformers_keeps_its_class_and_its_keys() -> None:
     again = unflatten(spec, leaves)
     assert type(again) is type(out) and list(again) == ["loss", "logits"]
     assert again.past_key_values is None and again[0] is out.loss
+
+
+def test_paths_name_each_leaf_in_order() -> None:
+    tree = ({"mask": 1, "pair": Pair(2, [3])}, Out(4, loss=5), OrderedDict(a=(6,)), 7, ())
+    leaves, spec = flatten(tree)
+    named = dict(zip(paths(spec), leaves, strict=True))
+    assert named == {
+        "0.mask": 1, "0.pair.first": 2, "0.pair.second.0": 3, "1.logits": 4, "1.loss": 5,
+        "1.kept": 0, "2.a.0": 6, "3": 7,
+    }  # fmt: skip

@@ -90,8 +90,8 @@ def on_its_way(numbers: list[torch.Tensor]) -> Numbers:
     if device is None:  # no inputs, or such as are on the host
         return lambda: [int(number) for number in numbers]
     module = torch.get_device_module(device)
-    host = torch.empty(len(numbers), dtype=torch.int64, device="cpu", pin_memory=True)
     with torch.no_grad(), unset_fake_temporarily():
+        host = torch.empty(len(numbers), dtype=torch.int64, device="cpu", pin_memory=True)
         together = torch.stack([number.to(device, non_blocking=True) for number in numbers])
         host.copy_(together, non_blocking=True)
     copied = module.Event()
@@ -117,7 +117,7 @@ def content(tensor: torch.Tensor) -> torch.Tensor:
     """A hash of all bits in order, an i64[] on the tensor's own device that nothing waits for.
 
     The sum over 64-bit words of the product of their two halves, after a random number for each
-    place was added: NH, the universal hash of UMAC (RFC 4418). Integer arithmetic wraps. Four
+    place was added; after NH, the universal hash of UMAC (RFC 4418). Integer arithmetic wraps. Four
     kernels for each part. What has no data counts as zero.
     """
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
