@@ -75,11 +75,13 @@ class Forward:
         call = read_call(self.target, args, kwargs, functools.partial(placement_on, self.mesh))
         state = state_key(self.target) if isinstance(self.target, nn.Module) else ()
         found = self._cached(call, state)
+        unsharded = self._runs_unsharded(call)
         if self.options.check_ranks:
             cached = "traced before" if found is not None else "new"
             known = f"{self._state_text(state)}, {cached}"
-            self.agreement.on_call(call.describe(), known, call.whole())
-        if self._runs_unsharded(call):
+            inputs = [] if unsharded else call.whole()  # each rank's own, where nothing is sent
+            self.agreement.on_call(call.describe(), known, inputs)
+        if unsharded:
             return self.original()(*args, **kwargs)
         program = found or self.program(call, state)
         seed = 0
