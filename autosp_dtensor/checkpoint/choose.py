@@ -82,7 +82,8 @@ class Choice:
     """What is kept of one region, what that takes in bytes, and what running the rest again takes.
 
     stages: in which the rest runs again. moves: operations and inputs whose memory goes to the
-    host. moved: its bytes, of which `inside` were made in the region.
+    host. moved: its bytes, of which `inside` were made in the region. fetch: the stage from which
+    on backward fetches what the region before needs.
     """
 
     keep: frozenset[int]
@@ -92,6 +93,7 @@ class Choice:
     moves: frozenset[int] = frozenset()
     moved: int = 0
     inside: int = 0
+    fetch: int = 0
 
     @property
     def again(self) -> frozenset[int]:

@@ -15,13 +15,14 @@ from ..cost import Device, seconds_to_copy
 from ..graph import arg_nodes, result_nodes
 from ..lower import Call, Region
 from .choose import Checkpoint, Choice, Policy, asked, kept_bytes, least, name_of, steps, with_cuts
+from .cost import seconds_of
 from .cuts import forward_seconds
 from .operands import local_bytes
+from .peak import backward_moments
 from .record import Record, record
+from .stages import Cut, Stages
 
 __all__ = ["moving_inputs", "offloading"]
-
-_IN_FLIGHT = 2  # regions whose moved values are on the device at one time: in use, and on the way
 
 
 def moving_inputs(root: Region, found: Record) -> dict[Region, dict[int, int]]:
@@ -117,6 +118,8 @@ class _Plan:
         self.inputs = {region: inputs.get(region, {}) for region in found}
         self.choices = choices
         self._forward = {region: forward_seconds(each, device) for region, each in found.items()}
+        self._took = {r: [seconds_of(n, device) for n in each.nodes] for r, each in found.items()}
+        self._spare: dict[tuple[Region, tuple[Cut, ...], int], int] = {}
 
     def given(self) -> int:
         """Bytes of all inputs that may move."""
@@ -129,7 +132,7 @@ class _Plan:
         choices = {**self.choices, **(other or {})}
         whole = sum(choice.bytes * self.counts[r] for r, choice in choices.items())
         gone = sum(choice.moved * self.counts[r] for r, choice in choices.items())
-        flying = _IN_FLIGHT * max((choice.moved for choice in choices.values()), default=0)
+        flying = max((self._flying(r, choice) for r, choice in choices.items()), default=0)
         return self.given() + whole - min(gone, self.host) + flying
 
     def moving(self, region: Region, choice: Choice, moves: frozenset[int]) -> Choice:
@@ -138,7 +141,32 @@ class _Plan:
         moves = frozenset(k for k in moves if k in choice.keep or k in self.inputs[region])
         inside = kept_bytes(found, moves, choice.stages.hold & moves)
         taken = sum(size for k, size in self.inputs[region].items() if k in moves)
-        return replace(choice, moves=moves, moved=inside + taken, inside=inside)
+        moved = inside + taken
+        fetch = self._fetch(region, choice.stages, moved)
+        return replace(choice, moves=moves, moved=moved, inside=inside, fetch=fetch)
+
+    def _fetch(self, region: Region, stages: Stages, moved: int) -> int:
+        """The last stage that, with those after it, takes as long as to fetch so many bytes."""
+        way, rest = seconds_to_copy(moved, self.device), 0.0
+        took = self._took[region]
+        for stage in range(len(stages.each) - 1, 0, -1):
+            rest += sum(2 * took[k] for k, of in enumerate(stages.of) if of == stage)
+            rest += sum(took[k] for k in stages.each[stage].again)
+            if rest >= way:
+                return stage
+        return 0
+
+    def _flying(self, region: Region, choice: Choice) -> int:
+        """Bytes of moved values on the device beside all else at the fullest moment: those in use,
+        and those on the way, if it is late enough."""
+        if not choice.fetch:
+            return 2 * choice.moved
+        key = region, choice.stages.cuts, choice.fetch
+        if key not in self._spare:
+            moments = backward_moments(self.found[region], seeded=False, stages=choice.stages)
+            late = (size for k, size in moments.items() if choice.stages.of[k] >= choice.fetch)
+            self._spare[key] = max(moments.values()) - max(late, default=0)
+        return choice.moved + max(0, choice.moved - self._spare[key])
 
     def shed(self, budget: int | None) -> None:
         """Move values until the rest fits: inputs first, then what is kept, large ones first."""

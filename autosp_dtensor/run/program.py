@@ -264,7 +264,7 @@ class _Binder:
                     return True
                 return needed(nodes, stages.hold | there, (at,))[0] & met <= sends[stage]
 
-            made = Recompute(keep, stages, part, sends, local, moves=choice.moves)
+            made = Recompute(keep, stages, part, sends, local, choice.moves, choice.fetch)
             marked = compile_region(region, self.link, self.shared, marked=True, cuts=made.begins)
             numbers = [k for k, node in enumerate(nodes) if node.op == "placeholder"]
             self.again[region] = marked, made, numbers
