@@ -120,8 +120,8 @@ def test_what_comes_late_is_not_counted_at_the_fullest_moment(long: Planned) -> 
         {long.region: offloads.least(found, A100, cut=True)},
     )  # fmt: skip
     plan.shed(0)
-    choice = plan.choices[long.region]
+    (part,) = plan.parts
+    choice = part.choice
     assert choice.fetch and plan.on_device() == choice.bytes * long.count + choice.moved
-    assert plan.on_device({long.region: replace(choice, fetch=0)}) == (
-        choice.bytes * long.count + 2 * choice.moved
-    )
+    at_once = [replace(part, choice=replace(choice, fetch=0))]
+    assert plan.on_device(at_once) == choice.bytes * long.count + 2 * choice.moved

@@ -39,7 +39,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     def policy_of(regions: Any, mode: Any, device: Any, room: int, **options: Any) -> Any:
         policy = real(regions, mode, device, room, **options)
-        kept = sum(policy.choices[r].bytes * n for r, n in regions.items() if policy.choices)
+        kept = sum(n * each.bytes for r in regions for n, each in policy.of(r, regions[r]))
         seen.update(room=room, kept=kept, all=not policy.choices)
         return policy
 
