@@ -29,7 +29,7 @@ from tests.simulate import Lowered
 
 CPU, A100 = DEVICES["cpu"], DEVICES["a100-80gb"]
 IDS = ids_of_t(2, 13)
-LAYERS = 5
+LAYERS = 4
 
 
 def kept(policy: Policy, counts: dict[Region, int]) -> int:
@@ -43,7 +43,9 @@ def within(share: float) -> Callable[[Lowered], Policy]:
         counts = regions(program)
         whole = sum(whole_bytes(record(r)) * n for r, n in counts.items())
         least = sum(choice_of(record(r), (), CPU).bytes * n for r, n in counts.items())
-        return policy_of(counts, "auto", CPU, least + int(share * (whole - least)))
+        policy = policy_of(counts, "auto", CPU, least + int(share * (whole - least)))
+        assert policy.last
+        return policy
 
     return choose
 
@@ -57,13 +59,14 @@ def on_the_host(share: float) -> Callable[[Lowered], Policy]:
         whole = sum(whole_bytes(record(r)) * n for r, n in counts.items())
         given = sum(sum(each.values()) * counts[r] for r, each in inputs.items())
         fast = DEVICES["b200-180gb"]
-        return offloading(counts, "auto", fast, int(0.5 * given), int(share * whole), inputs)
+        policy = offloading(counts, "auto", fast, int(0.7 * given), int(share * whole), inputs)
+        assert policy.last and policy.moves
+        return policy
 
     return choose
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("share", [0.1, 0.45, 0.8])
+@pytest.mark.parametrize(("share", "n"), [(0.1, 1), (0.45, 2), (0.8, 3)])
 def test_gradients_are_those_of_a_run_that_keeps_all(share: float, n: int) -> None:
     model = model_t(layers=LAYERS, attention=("sdpa",))
     plain, split = (Ran(model, (IDS, IDS), n, policy=p) for p in (None, within(share)))
@@ -71,10 +74,9 @@ def test_gradients_are_those_of_a_run_that_keeps_all(share: float, n: int) -> No
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6])
-def test_gradients_are_the_same_where_some_of_it_waits_on_the_host(share: float) -> None:
+def test_gradients_are_the_same_where_some_of_it_waits_on_the_host() -> None:
     model = model_t(layers=LAYERS, attention=("sdpa",))
-    plain, split = (Ran(model, (IDS, IDS), 2, policy=p) for p in (None, on_the_host(share)))
+    plain, split = (Ran(model, (IDS, IDS), 2, policy=p) for p in (None, on_the_host(0.4)))
     for a, b in zip([*plain.results, *plain.grads], [*split.results, *split.grads], strict=True):
         assert torch.equal(a, b)
 
