@@ -35,9 +35,10 @@ def explain_program(program: Program) -> str:
     for region, places in paths.items():
         found = record(region)
         known, gone = found.kept_bytes(), set()
-        whole, choice = sum(known.values()), program.policy.of(region)
-        kept += (whole if choice is None else choice.bytes) * len(places)
-        if choice is not None:
+        whole, choices = sum(known.values()), program.policy.of(region, len(places))
+        kept += sum(n * each.bytes for n, each in choices) if choices else whole * len(places)
+        if choices:
+            (_, choice), *_ = choices
             stays = {found.nodes[k] for k in choice.keep}
             known = {node: size for node, size in known.items() if node in stays}
             gone = {found.nodes[k] for k in choice.moves}
@@ -47,7 +48,7 @@ def explain_program(program: Program) -> str:
         for node in shown:
             lines.append(_row(node, known, gone))
             lines.extend(_inside(node))
-        lines.extend(_kept_lines(choice, region, whole))
+        lines.extend(_kept_lines(choices, region, whole))
         lines.append("")
     lines.extend(_totals(program, kept))
     lines.extend(_again_lines(program, paths))
@@ -67,9 +68,22 @@ def _inside(node: Node) -> list[str]:
     return [f"    of {text}" if len(text) < 90 else f"    of {text[:86]} ..."]
 
 
-def _kept_lines(choice: Choice | None, region: Region, whole: int) -> list[str]:
-    if choice is None:
+def _kept_lines(choices: list[tuple[int, Choice]], region: Region, whole: int) -> list[str]:
+    if not choices:
         return [f"  keeps {size_text(whole)} for backward"]
+    (_, first), *last = choices
+    lines = _choice_lines(first, region, whole)
+    for count, choice in reversed(last):
+        nodes = list(region.graph.nodes)
+        own, *more = (short_name(nodes[k].target) for k in sorted(choice.keep - first.keep))
+        which = f"the last {count}" if (count, choice) == last[-1] else f"{count} before those"
+        rest = f" and {len(more)} more" if more else ""
+        lines.append(f"  {which} keep {own[:40]}{rest} as well:")
+        lines += [f"  {line}" for line in _choice_lines(choice, region, whole)]
+    return lines
+
+
+def _choice_lines(choice: Choice, region: Region, whole: int) -> list[str]:
     runs = _runs_again(choice, region)
     sent = _collectives(Counter({node: runs.count(node) for node in runs}))
     more = f", {sent} of them" if sent else ""
@@ -107,7 +121,11 @@ def _collectives(times: Mapping[Node, int]) -> str:
 
 def _again_lines(program: Program, paths: dict[Region, list[str]]) -> list[str]:
     """What running again costs, predicted; a step is three times its forward."""
-    choices = {region: choice for region in paths if (choice := program.policy.of(region))}
+    choices = [
+        (region, count, choice)
+        for region, places in paths.items()
+        for count, choice in program.policy.of(region, len(places))
+    ]
     if not choices:
         return []
     device = program.policy.device
@@ -117,12 +135,12 @@ def _again_lines(program: Program, paths: dict[Region, list[str]]) -> list[str]:
         for node in region.graph.nodes
         if node.op == "call_function" and not isinstance(node.target, Call)
     )
-    again = sum(choice.seconds * len(paths[region]) for region, choice in choices.items())
-    kept = sum(choice.bytes * len(paths[region]) for region, choice in choices.items())
+    again = sum(choice.seconds * count for _, count, choice in choices)
+    kept = sum(choice.bytes * count for _, count, choice in choices)
     times: Counter[Node] = Counter()
-    for region, choice in choices.items():
+    for region, count, choice in choices:
         for node in _runs_again(choice, region):
-            times[node] += len(paths[region])
+            times[node] += count
     whole = program.policy.seconds
     lines = []
     if sent := _collectives(times):
@@ -142,9 +160,9 @@ def _host_lines(program: Program, paths: dict[Region, list[str]]) -> list[str]:
     if program.host is None:
         return []
     moved = sum(
-        choice.moved * len(places)
+        choice.moved * count
         for region, places in paths.items()
-        if (choice := program.policy.of(region))
+        for count, choice in program.policy.of(region, len(places))
     )
     return [
         f"offload: {size_text(moved)} per rank wait in host memory, "

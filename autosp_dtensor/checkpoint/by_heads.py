@@ -138,14 +138,15 @@ class _ByHeads(torch.autograd.Function):
         found = [_Gradient() for w in wanted if w]
         if incoming is not None:
             with ctx.saves.given(ctx.saved_tensors):
-                for out, at, asked, cuts in ctx.edges:
+                ends = _ends([cuts for *_, cuts in ctx.edges])
+                for (out, at, asked, cuts), last in zip(ctx.edges, ends, strict=True):
                     given = [at.of_whole(incoming)]
                     # Retained: what it holds are numbers, and backward may come again.
                     grads = [*torch.autograd.grad(
                         [out], asked, given, retain_graph=True, allow_unused=True
                     )]  # fmt: skip
-                    for each, cut in zip(found, cuts, strict=True):
-                        each.add(cut, grads.pop(0))  # one after the other, none stays
+                    for each, cut, end in zip(found, cuts, last, strict=True):
+                        each.add(cut, grads.pop(0), end)  # one after the other, none stays
         done = iter([each.done() for each in found])
         return None, *(next(done) if w else None for w in wanted)
 
@@ -199,39 +200,45 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
+def _ends(cuts: list[list[_Cut | None]]) -> list[list[bool]]:
+    """For each group and tensor, whether no later group takes the same part of it."""
+    after = [*cuts[1:], [None] * len(cuts[0])]
+    last = len(cuts) - 1
+    return [
+        [k == last or here != then for here, then in zip(own, following, strict=True)]
+        for k, (own, following) in enumerate(zip(cuts, after, strict=True))
+    ]
+
+
 class _Gradient:
     """The gradient of one tensor. Groups that take the same part of it come one after another:
-    theirs is added up in fp32 (or wider) and rounded once."""
+    theirs is added up in fp32 (or wider), and rounded once, into its place."""
 
     def __init__(self) -> None:
         self._whole: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None
-        self._cut: _Cut | None = None
         self._dtype: torch.dtype | None = None
         self._own = False
 
-    def add(self, cut: _Cut | None, grad: torch.Tensor | None) -> None:
-        if grad is None:
-            return
-        if self._sum is None or cut != self._cut:
-            self._write()
-            self._sum, self._cut, self._dtype, self._own = grad, cut, grad.dtype, False
-            return
-        if not self._own:  # autograd may have given the same memory for another input
-            wide = torch.float32 if grad.dtype in _HALVES else grad.dtype
-            self._sum, self._own = self._sum.to(wide, copy=True), True
-        self._sum += grad
-
-    def _write(self) -> None:
-        if self._sum is None or self._cut is None:
+    def add(self, cut: _Cut | None, grad: torch.Tensor | None, end: bool) -> None:
+        """end: whether this is the last group that takes this part."""
+        if grad is not None and self._sum is None:
+            self._sum, self._dtype, self._own = grad, grad.dtype, False
+        elif grad is not None:
+            assert self._sum is not None
+            if not self._own:  # autograd may have given the same memory for another input
+                wide = torch.float32 if grad.dtype in _HALVES else grad.dtype
+                self._sum, self._own = self._sum.to(wide, copy=True), True
+            self._sum += grad
+        if not end or self._sum is None or cut is None:
             return
         if self._whole is None:
-            self._whole = _around(self._sum, self._cut, self._dtype)
-        self._cut.of_whole(self._whole).copy_(self._sum)
+            self._whole = _around(self._sum, cut, self._dtype)
+        cut.of_whole(self._whole).copy_(self._sum)
+        self._sum = None  # beside the next group's there is none of it
 
     def done(self) -> torch.Tensor | None:
-        self._write()
-        whole = self._sum if self._cut is None else self._whole
+        whole = self._sum if self._whole is None else self._whole
         return whole if whole is None or self._dtype is None else whole.to(self._dtype)
 
 

@@ -82,7 +82,8 @@ class Choice:
     """What is kept of one region, what that takes in bytes, and what running the rest again takes.
 
     stages: in which the rest runs again. moves: operations and inputs whose memory goes to the
-    host. moved: its bytes, of which `inside` were made in the region.
+    host. moved: its bytes, of which `inside` were made in the region. fetch: the stage from which
+    on backward fetches what the region before needs.
     """
 
     keep: frozenset[int]
@@ -92,6 +93,7 @@ class Choice:
     moves: frozenset[int] = frozenset()
     moved: int = 0
     inside: int = 0
+    fetch: int = 0
 
     @property
     def again(self) -> frozenset[int]:
@@ -101,21 +103,39 @@ class Choice:
 
 @dataclass(frozen=True)
 class Policy:
-    """A choice for each region of a program."""
+    """A choice for each region of a program; its last calls may keep more than those before.
+
+    last: (how many of a region's calls, their choice), of one after another, up to the last call.
+    The last ones, as what they keep is the first that backward lets go of.
+    """
 
     mode: str = "none"
     choices: dict[Region, Choice] = field(default_factory=dict)
     device: Device = DEVICES["cpu"]
     seconds: float = 0.0  # of a step, beyond one that keeps all on the device
     fits: bool = True
+    last: dict[Region, tuple[tuple[int, Choice], ...]] = field(default_factory=dict)
 
     @property
     def moves(self) -> bool:
         """Whether anything goes to the host."""
-        return any(choice.moves for choice in self.choices.values())
+        return any(choice.moves for region in self.choices for _, choice in self.of(region, 1))
 
-    def of(self, region: Region) -> Choice | None:
-        """The choice for a region that is in part run again, else None."""
+    def of(self, region: Region, count: int) -> list[tuple[int, Choice]]:
+        """The choices for so many calls of a region that is in part run again, in order, each with
+        how many calls it is for; none if nothing of it runs again."""
+        if region not in self.choices:
+            return []
+        last = self.last.get(region, ())
+        first = count - sum(each for each, _ in last)
+        return [(first, self.choices[region]), *last]
+
+    def of_call(self, region: Region, following: int) -> Choice | None:
+        """The choice for one call, which so many more of the region follow."""
+        for count, choice in reversed(self.last.get(region, ())):
+            if following < count:
+                return choice
+            following -= count
         return self.choices.get(region)
 
 
@@ -179,11 +199,18 @@ def policy_of(
     found = {region: recorded(region) for region in regions}
     if mode == "auto":
         assert budget is not None
-        choices, left = _within(found, regions, device, budget, cut)
-    else:
-        choices, left = {r: asked(each, mode, device) for r, each in found.items()}, 0
-    seconds = sum(choice.seconds * regions[r] for r, choice in choices.items())
-    return Policy(name_of(mode), choices, device, seconds, left >= 0)
+        return _within(found, regions, device, budget, cut)
+    choices = {r: asked(each, mode, device) for r, each in found.items()}
+    return Policy(name_of(mode), choices, device, _seconds(choices, {}, regions))
+
+
+def _seconds(
+    choices: dict[Region, Choice],
+    last: dict[Region, tuple[tuple[int, Choice], ...]],
+    counts: dict[Region, int],
+) -> float:
+    given = Policy(choices=choices, last=last)
+    return sum(n * choice.seconds for r in choices for n, choice in given.of(r, counts[r]))
 
 
 def name_of(mode: str | Checkpoint) -> str:
@@ -216,33 +243,43 @@ def least(found: Record, device: Device, *, cut: bool) -> Choice:
 
 def _within(
     found: dict[Region, Record], counts: dict[Region, int], device: Device, budget: int, cut: bool
-) -> tuple[dict[Region, Choice], int]:
-    """From nothing kept, keep what saves most seconds per byte as long as it fits. Gives the
-    choices, and what is left of the budget."""
+) -> Policy:
+    """From nothing kept, keep what saves most seconds per byte as long as it fits. What does not
+    fit for all calls of a region is kept by as many as it fits for."""
     whole = sum(whole_bytes(each) * counts[region] for region, each in found.items())
     if whole <= budget:
-        return {}, budget - whole
+        return Policy("auto", device=device)
     choices = {region: least(each, device, cut=cut) for region, each in found.items()}
     left = budget - sum(choice.bytes * counts[region] for region, choice in choices.items())
+    fits = left >= 0
+    last: dict[Region, tuple[tuple[int, Choice], ...]] = {}
     while True:
-        best: tuple[float, Region, Choice] | None = None
+        best: tuple[float, int, Region, Choice] | None = None
         for region, each in found.items():
-            for tried in steps(each, choices[region], device):
-                more = (tried.bytes - choices[region].bytes) * counts[region]
+            for tried in steps(each, choices[region], device) if region not in last else ():
+                more = tried.bytes - choices[region].bytes
                 gain = choices[region].seconds - tried.seconds
                 if gain <= 0 or more > left:
                     continue
-                value = gain * counts[region] / max(more, 1)
+                value = gain / max(more, 1)
                 if best is None or value > best[0]:
-                    best = (value, region, tried)
+                    best = (value, more, region, tried)
         if best is None:
             break
-        _, region, chosen = best
-        left -= (chosen.bytes - choices[region].bytes) * counts[region]
-        choices[region] = chosen
+        _, more, region, chosen = best
+        count = min(counts[region], left // more if more > 0 else counts[region])
+        left -= more * count
+        if count < counts[region]:
+            last[region] = ((count, chosen),)
+        else:
+            choices[region] = chosen
     if not cut:
         choices = {r: with_cuts(found[r], choice, device) for r, choice in choices.items()}
-    return choices, left
+        last = {
+            region: tuple((n, with_cuts(found[region], choice, device)) for n, choice in each)
+            for region, each in last.items()
+        }
+    return Policy("auto", choices, device, _seconds(choices, last, counts), fits, last)
 
 
 def steps(found: Record, choice: Choice, device: Device) -> Iterable[Choice]:

@@ -28,12 +28,12 @@ def lower_cuts(
         most: how much more time a cut may take, as a share of the region's forward.
     """
     best = staged(found, keep, cut_places(found))
-    moments = backward_moments(found, seeded=False, stages=best)
+    moments = backward_moments(found, stages=best)
     for cut in cut_places(found):
         if cut not in best.cuts:
             continue
         tried = staged(found, keep, (each for each in best.cuts if each != cut))
-        held = backward_moments(found, seeded=False, stages=tried)
+        held = backward_moments(found, stages=tried)
         before = [k for k in moments if best.of[k] == best.cuts.index(cut)]
         gain = max((held[k] - moments[k] for k in before), default=0)
         more = seconds_again(found, best, device) - seconds_again(found, tried, device)

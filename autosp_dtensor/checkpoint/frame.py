@@ -80,6 +80,7 @@ class Recompute:
     function for a set of operations whose tensors are asked for. sends: each stage's exchanges, the
     same on every rank. local: whether an operation is had again in a stage without any other
     exchange. moves: operations, and values that the region is given, whose memory goes to the host.
+    fetch: the stage at whose start the moved values of the region before this one are fetched.
     """
 
     keep: frozenset[int]
@@ -88,6 +89,7 @@ class Recompute:
     sends: tuple[frozenset[int], ...]
     local: Callable[[int, int], bool]
     moves: frozenset[int] = frozenset()
+    fetch: int = 0
     parts: dict[tuple[int, frozenset[int]], Part] = field(default_factory=dict)
 
     def part_for(self, stage: int, wanted: frozenset[int]) -> Part:
@@ -254,6 +256,8 @@ class Frame:
     def _reach(self, stage: int) -> None:
         """What earlier stages left is let go of where nothing that is still to run takes it."""
         stages = self.recompute.stages
+        if self.host is not None and stage >= self.recompute.fetch:
+            self.host.fetch_next(self)
         for at in stages.left_before(stage):
             if not stages.takes(stage, at):
                 self.held.pop(at, None)
@@ -269,6 +273,8 @@ class Frame:
         """Backward comes to the region, or to a cut in it."""
         if self.host is not None and not stage:
             self.host.returned(self)
+            if not self.recompute.fetch:
+                self.host.fetch_next(self)
         if self.recompute.sends[stage]:
             self.run_again(stage)
 

@@ -54,6 +54,7 @@ class Host:
         self._later: list[weakref.ref[Moved]] = []
         self._last: weakref.ref[Any] | None = None
         self._current: weakref.ref[Any] | None = None
+        self._next: weakref.ref[Any] | None = None
         self._lock = threading.RLock()  # values die in whichever thread drops them last
 
     # -- forward --------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ class Host:
     # -- backward -------------------------------------------------------------------------------
 
     def returned(self, user: User) -> None:
-        """Backward comes to a region: it needs its values now, the region before it next."""
+        """Backward comes to a region: it needs its values now."""
         last = self._current() if self._current is not None else None
         own = list(_alive(user.moved))
         for moved in _alive(last.moved) if last is not None else ():
@@ -121,7 +122,13 @@ class Host:
         self._current = weakref.ref(user)
         for moved in own:
             self.late += moved.fetch()
-        before = user.previous() if user.previous is not None else None
+        self._next = user.previous
+
+    def fetch_next(self, user: User) -> None:
+        """Fetch what the region before it needs, while the rest of this one's backward runs."""
+        if self._next is None or self._current is None or self._current() is not user:
+            return
+        before, self._next = self._next(), None
         for moved in _alive(before.moved) if before is not None else ():
             self.ahead += moved.fetch()
 

@@ -7,21 +7,23 @@ shorter: copies are hidden behind a region's own computation, and cost time only
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..cost import Device, seconds_to_copy
 from ..graph import arg_nodes, result_nodes
 from ..lower import Call, Region
 from .choose import Checkpoint, Choice, Policy, asked, kept_bytes, least, name_of, steps, with_cuts
+from .cost import seconds_of
 from .cuts import forward_seconds
 from .operands import local_bytes
+from .peak import backward_moments
 from .record import Record, record
+from .stages import Cut, Stages
 
 __all__ = ["moving_inputs", "offloading"]
-
-_IN_FLIGHT = 2  # regions whose moved values are on the device at one time: in use, and on the way
 
 
 def moving_inputs(root: Region, found: Record) -> dict[Region, dict[int, int]]:
@@ -101,6 +103,15 @@ def offloading(
     return plan.policy("auto", budget)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Calls of a region, one after another, that have the same choice."""
+
+    region: Region
+    count: int
+    choice: Choice
+
+
 class _Plan:
     """Choices for regions while they change; `counts`: how often each region runs."""
 
@@ -113,24 +124,26 @@ class _Plan:
         inputs: dict[Region, dict[int, int]],
         choices: dict[Region, Choice],
     ) -> None:
-        self.found, self.counts, self.device, self.host = found, counts, device, host
+        self.found, self.device, self.host = found, device, host
         self.inputs = {region: inputs.get(region, {}) for region in found}
-        self.choices = choices
+        self.parts = [_Part(region, counts[region], choice) for region, choice in choices.items()]
         self._forward = {region: forward_seconds(each, device) for region, each in found.items()}
+        self._took = {r: [seconds_of(n, device) for n in each.nodes] for r, each in found.items()}
+        self._spare: dict[tuple[Region, tuple[Cut, ...], int], int] = {}
 
-    def given(self) -> int:
-        """Bytes of all inputs that may move."""
-        return sum(sum(each.values()) * self.counts[r] for r, each in self.inputs.items())
+    def on_device(self, parts: Sequence[_Part] | None = None) -> int:
+        """Bytes on the device: what stays, what finds no room on the host, and what is on its way.
 
-    def on_device(self, other: dict[Region, Choice] | None = None) -> int:
-        """Bytes on the device, with some choices replaced: what stays, what finds no room on the
-        host, and what is on its way.
+        parts: what is tried, instead of those there are.
         """
-        choices = {**self.choices, **(other or {})}
-        whole = sum(choice.bytes * self.counts[r] for r, choice in choices.items())
-        gone = sum(choice.moved * self.counts[r] for r, choice in choices.items())
-        flying = _IN_FLIGHT * max((choice.moved for choice in choices.values()), default=0)
-        return self.given() + whole - min(gone, self.host) + flying
+        parts = self.parts if parts is None else parts
+        given = sum(sum(self.inputs[each.region].values()) * each.count for each in parts)
+        whole = sum(each.choice.bytes * each.count for each in parts)
+        flying = max((self._flying(each.region, each.choice) for each in parts), default=0)
+        return given + whole - min(self._gone(parts), self.host) + flying
+
+    def _gone(self, parts: Sequence[_Part]) -> int:
+        return sum(each.choice.moved * each.count for each in parts)
 
     def moving(self, region: Region, choice: Choice, moves: frozenset[int]) -> Choice:
         """The choice with these operations and inputs on the host."""
@@ -138,86 +151,142 @@ class _Plan:
         moves = frozenset(k for k in moves if k in choice.keep or k in self.inputs[region])
         inside = kept_bytes(found, moves, choice.stages.hold & moves)
         taken = sum(size for k, size in self.inputs[region].items() if k in moves)
-        return replace(choice, moves=moves, moved=inside + taken, inside=inside)
+        moved = inside + taken
+        fetch = self._fetch(region, choice.stages, moved)
+        return replace(choice, moves=moves, moved=moved, inside=inside, fetch=fetch)
+
+    def _fetch(self, region: Region, stages: Stages, moved: int) -> int:
+        """The last stage that, with those after it, takes as long as to fetch so many bytes."""
+        way, rest = seconds_to_copy(moved, self.device), 0.0
+        took = self._took[region]
+        for stage in range(len(stages.each) - 1, 0, -1):
+            rest += sum(2 * took[k] for k, of in enumerate(stages.of) if of == stage)
+            rest += sum(took[k] for k in stages.each[stage].again)
+            if rest >= way:
+                return stage
+        return 0
+
+    def _flying(self, region: Region, choice: Choice) -> int:
+        """Bytes of moved values on the device beside all else at the fullest moment: those in use,
+        and those on the way, if it is late enough."""
+        if not choice.fetch:
+            return 2 * choice.moved
+        key = region, choice.stages.cuts, choice.fetch
+        if key not in self._spare:
+            moments = backward_moments(self.found[region], stages=choice.stages)
+            late = (size for k, size in moments.items() if choice.stages.of[k] >= choice.fetch)
+            self._spare[key] = max(moments.values()) - max(late, default=0)
+        return choice.moved + max(0, choice.moved - self._spare[key])
 
     def shed(self, budget: int | None) -> None:
         """Move values until the rest fits: inputs first, then what is kept, large ones first."""
-        for region, at in self._candidates():
+        for number, at in self._candidates():
             if budget is not None and self.on_device() <= budget:
                 break
-            choice = self.choices[region]
-            tried = self.moving(region, choice, choice.moves | {at})
-            helps = budget is None or self.on_device({region: tried}) < self.on_device()
-            if tried.moved > choice.moved and helps:
-                self.choices[region] = tried
+            part = self.parts[number]
+            choice = self.moving(part.region, part.choice, part.choice.moves | {at})
+            tried = [*self.parts]
+            tried[number] = replace(part, choice=choice)
+            helps = budget is None or self.on_device(tried) < self.on_device()
+            if choice.moved > part.choice.moved and helps:
+                self.parts = tried
 
-    def _candidates(self) -> Iterator[tuple[Region, int]]:
-        sized: list[tuple[bool, int, int, Region, int]] = []
-        for order, (region, choice) in enumerate(self.choices.items()):
-            count = self.counts[region]
-            for at, size in self.inputs[region].items():
-                sized.append((True, size * count, -order, region, at))
-            saved = {s.storage: s for s in self.found[region].saved if s.of is not None}
+    def _candidates(self) -> Iterator[tuple[int, int]]:
+        sized: list[tuple[bool, int, int, int]] = []
+        for number, part in enumerate(self.parts):
+            for at, size in self.inputs[part.region].items():
+                sized.append((True, size * part.count, -number, -at))
+            found = self.found[part.region]
+            saved = {s.storage: s for s in found.saved if s.of is not None}
             sizes: Counter[int] = Counter()
             for each in saved.values():
                 assert each.of is not None
                 sizes[each.of] += each.bytes
-            for at in choice.stages.hold:
-                sizes[at] += 0 if at in sizes else self.found[region].sizes.get(at, 0)
+            for at in part.choice.stages.hold:
+                sizes[at] += 0 if at in sizes else found.sizes.get(at, 0)
             for at, size in sizes.items():
-                if at in choice.keep and size:
-                    sized.append((False, size * count, -order, region, at))
-        sized.sort(key=lambda each: (each[0], each[1], each[2], -each[4]), reverse=True)
-        for _, _, _, region, at in sized:
-            yield region, at
+                if at in part.choice.keep and size:
+                    sized.append((False, size * part.count, -number, -at))
+        for _, _, number, at in sorted(sized, reverse=True):
+            yield -number, -at
 
     def grow(self, budget: int, to_host: bool) -> None:
         """Keep more, on the host or on the device: what saves most seconds per byte first, as long
-        as there is room.
-        """
+        as there is room. What has none for all calls of a part is kept by as many as it has it for;
+        they are a part of their own then."""
+        full: list[_Part] = []
         while True:
-            best: tuple[float, Region, Choice] | None = None
-            for region, choice in self.choices.items():
-                count = self.counts[region]
-                for step in steps(self.found[region], choice, self.device):
-                    more = step.keep - choice.keep if to_host else frozenset()
-                    tried = self.moving(region, step, choice.moves | more)
-                    gain = self._seconds(region, choice) - self._seconds(region, tried)
-                    size = tried.moved - choice.moved if to_host else tried.bytes - choice.bytes
-                    value = gain * count / max(size * count, 1)
+            best: tuple[float, int, list[_Part], list[_Part]] | None = None
+            for number, part in enumerate(self.parts):
+                if part in full:
+                    continue
+                for step in steps(self.found[part.region], part.choice, self.device):
+                    more = step.keep - part.choice.keep if to_host else frozenset()
+                    choice = self.moving(part.region, step, part.choice.moves | more)
+                    gain = self._seconds(part) - self._seconds(replace(part, choice=choice))
+                    size = choice.moved - part.choice.moved if to_host else (
+                        choice.bytes - part.choice.bytes
+                    )  # fmt: skip
+                    value = gain / max(size, 1)
                     if gain <= 0 or (best is not None and value <= best[0]):
                         continue
-                    if to_host and self._gone({region: tried}) > self.host:
-                        continue
-                    if self.on_device({region: tried}) <= budget:
-                        best = value, region, tried
+                    count = self._room_for(number, choice, budget, to_host)
+                    if count:
+                        split = _split(part, choice, count)
+                        best = value, number, split, split if count < part.count else []
             if best is None:
                 return
-            self.choices[best[1]] = best[2]
+            _, number, split, closed = best
+            self.parts[number : number + 1] = split
+            full += closed
+
+    def _room_for(self, number: int, choice: Choice, budget: int, to_host: bool) -> int:
+        """For how many calls of a part there is room if they have this choice."""
+
+        def fits(count: int) -> bool:
+            tried = [*self.parts]
+            tried[number : number + 1] = _split(self.parts[number], choice, count)
+            return self.on_device(tried) <= budget and (
+                not to_host or self._gone(tried) <= self.host
+            )
+
+        most = self.parts[number].count
+        if fits(most):
+            return most
+        return bisect.bisect_left(range(1, most), True, key=lambda count: not fits(count))
 
     def cut(self) -> None:
         """Have values again in stages where that takes no time."""
-        for region, choice in self.choices.items():
-            tried = with_cuts(self.found[region], choice, self.device)
-            self.choices[region] = self.moving(region, tried, choice.moves)
+        for number, part in enumerate(self.parts):
+            choice = with_cuts(self.found[part.region], part.choice, self.device)
+            choice = self.moving(part.region, choice, part.choice.moves)
+            self.parts[number] = replace(part, choice=choice)
 
     def policy(self, mode: str, budget: int | None) -> Policy:
         fits = budget is None or self.on_device() <= budget
-        return Policy(mode, self.choices, self.device, self.seconds(), fits)
-
-    def _gone(self, other: dict[Region, Choice]) -> int:
-        choices = {**self.choices, **other}
-        return sum(choice.moved * self.counts[r] for r, choice in choices.items())
+        first: dict[Region, Choice] = {}
+        last: dict[Region, tuple[tuple[int, Choice], ...]] = {}
+        for each in self.parts:
+            if each.region in first:
+                last[each.region] = *last.get(each.region, ()), (each.count, each.choice)
+            first.setdefault(each.region, each.choice)
+        return Policy(mode, first, self.device, self.seconds(), fits, last)
 
     def seconds(self) -> float:
         """Of a step, beyond one that keeps all on the device."""
-        return sum(self._seconds(r, choice) * self.counts[r] for r, choice in self.choices.items())
+        return sum(self._seconds(each) * each.count for each in self.parts)
 
-    def _seconds(self, region: Region, choice: Choice) -> float:
+    def _seconds(self, part: _Part) -> float:
         """Of one call: what runs again, and the copies' time beyond that of the computation (twice
         as long in backward as in forward).
         """
-        way = seconds_to_copy(choice.moved, self.device)
-        forward = self._forward[region]
-        late = max(0.0, way - forward) + max(0.0, way - 2 * forward - choice.seconds)
-        return choice.seconds + late
+        way = seconds_to_copy(part.choice.moved, self.device)
+        forward = self._forward[part.region]
+        late = max(0.0, way - forward) + max(0.0, way - 2 * forward - part.choice.seconds)
+        return part.choice.seconds + late
+
+
+def _split(part: _Part, choice: Choice, count: int) -> list[_Part]:
+    """A part whose last calls, so many, have another choice."""
+    parts = replace(part, count=part.count - count), replace(part, count=count, choice=choice)
+    return [each for each in parts if each.count]

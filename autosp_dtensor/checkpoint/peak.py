@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -14,8 +15,7 @@ from ..lower import Call, Collective, Region, local_meta
 from ..placement import Shard
 from .head_sizes import kernel_bytes
 from .kinds import is_attention, is_product
-from .operands import local_bytes
-from .record import Record
+from .record import Record, record
 from .stages import Stages
 from .tile import Tile
 
@@ -29,7 +29,6 @@ def backward_peak(
     found: Record,
     held: Iterable[int] = (),
     inside: Callable[[Region], int] = lambda region: 0,
-    seeded: bool = True,
     stages: Stages | None = None,
 ) -> int:
     """Bytes at the fullest moment of a graph's backward; all that it saves is there at its start,
@@ -37,18 +36,16 @@ def backward_peak(
 
     Args:
         held: operations whose memory somebody else holds all the time (results).
-        inside: what the call of another region takes beside what it gives.
-        seeded: whether the results' gradients count here, or with who called.
+        inside: what the call of another region takes, its results' and inputs' gradients with it.
         stages: in which what it saves is had again; None: at once.
     """
-    return max(backward_moments(found, held, inside, seeded, stages).values())
+    return max(backward_moments(found, held, inside, stages).values())
 
 
 def backward_moments(
     found: Record,
     held: Iterable[int] = (),
     inside: Callable[[Region], int] = lambda region: 0,
-    seeded: bool = True,
     stages: Stages | None = None,
 ) -> dict[int, int]:
     """Bytes at the fullest moment of each operation's backward, and at the start, by the last one.
@@ -63,7 +60,7 @@ def backward_moments(
     results = [n for n in result_nodes(output) if bytes_of_gradient(n)]
     losses = [n for n in results if facts(n).meta.numel == 1]
     for node in losses or results:  # who has a loss calls backward on that alone
-        gradients.add(number[node], bytes_of_gradient(node) if seeded else 0)
+        gradients.add(number[node], bytes_of_gradient(node))
     # Had again, one at a time.
     moments = {len(found.nodes) - 1: saved.bytes + max(found.sizes.values(), default=0)}
     for k in range(len(found.nodes) - 2, -1, -1):
@@ -72,8 +69,12 @@ def backward_moments(
             continue
         fullest = saved.comes_to(k) + gradients.bytes
         within = _beside(node, found.base.get(k) == k)
-        if isinstance(node.target, Call):
-            within = inside(node.target.region)
+        if isinstance(node.target, Call):  # it lets go of its results' gradients as it goes on
+            within = 0
+            fullest += max(0, inside(node.target.region) - gradients.of_this_alone(k))
+        if isinstance(node.target, Tile) and node.target.sums_once:  # in forward
+            fullest += within
+            within = 0
         passes = _passes_on(node, found.base.get(k) == k)
         for each in node.all_input_nodes:
             if size := bytes_of_gradient(each):
@@ -120,17 +121,16 @@ def _beside(node: Node, own: bool) -> int:
     return 2 * size if isinstance(target, Collective) and target.sends else size
 
 
+@functools.cache
 def _inside_tile(tile: Tile) -> int:
-    """A tile's values and their gradients, and the sums of weights' gradients in fp32."""
-    total = 0
-    for node in tile.body.nodes:
-        known = facts(node)
-        if node.op == "call_function":
-            total += 2 * local_bytes(node)
-        elif node.op == "placeholder" and known.meta.requires_grad:
-            cut = isinstance(known.placement, Shard)
-            total += local_bytes(node) if cut else known.meta.numel * 4 + known.meta.nbytes
-    return total
+    """One tile's own fullest moment, and the sums of weights' gradients in fp32."""
+    weights = [
+        facts(node).meta
+        for node in tile.body.nodes
+        if node.op == "placeholder" and not isinstance(facts(node).placement, Shard)
+    ]
+    sums = sum(meta.numel * 4 for meta in weights if meta.requires_grad)
+    return sums + backward_peak(record(Region(tile.body)))
 
 
 class _Saved:
@@ -209,6 +209,10 @@ class _Gradients:
         for which in self.of[shared_with]:
             self._users[which] += 1
             self.of.setdefault(k, []).append(which)
+
+    def of_this_alone(self, k: int) -> int:
+        """Bytes that go with the gradient of k's result."""
+        return sum(self._sizes[which] for which in self.of[k] if self._users[which] == 1)
 
     def drop(self, k: int) -> None:
         for which in self.of.pop(k):

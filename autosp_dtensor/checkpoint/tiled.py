@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch import FakeTensor
 from ..autocast import AutocastState, autocast_state, under
@@ -108,7 +109,7 @@ class TiledCall:
                 p if cut is None else p.detach().requires_grad_(w)
                 for p, cut, w in zip(self.part(whole, tile), self.cuts, wanted, strict=True)
             ]
-            with torch.enable_grad():
+            with torch.enable_grad(), saved_tensors_hooks(_without_graph, _as_it_is):
                 outs = self.calls[tile](*parts)
             if incoming is None:
                 results.add(tile, [out.detach() for out in outs])
@@ -197,6 +198,16 @@ class _Gradient:
             self.total += grad
         else:
             self.total, self._own = self.total + grad, True
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tile saves is gone with the tile: hooks around it, which keep and count what lives
+    until backward, are not told. (An operation's own result would hold itself with its graph.)"""
+    return tensor.detach()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -68,9 +68,9 @@ def tile_run_again(policy: Policy) -> int:
         how many there are; the policy was for the graphs without them.
     """
     made = 0
-    for region, choice in policy.choices.items():
+    for region in policy.choices:
         nodes = list(region.graph.nodes)
-        kept = {nodes[k] for k in choice.keep}
+        kept = {nodes[k] for _, choice in policy.of(region, 1) for k in choice.keep}
         made += tile_chains(
             region, None, lambda c, kept=kept: not kept & {*c.nodes}, frozenset(kept)
         )

@@ -281,8 +281,8 @@ def _by_kind(live: dict[Any, int]) -> dict[str, int]:
 def _step(
     model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, torch.Tensor]
 ) -> None:
-    out = model(**inputs)
-    backward_under_modes(out.loss)  # what runs again there is to run as it did
-    del out
+    loss = model(**inputs).loss  # as training loops do: what else it gives is let go of
+    backward_under_modes(loss)  # what runs again there is to run as it did
+    del loss
     optimizer.step()
     optimizer.zero_grad()

@@ -125,8 +125,9 @@ def step_fits(
     room = _room(root, live, mesh.device_type, options.memory_budget, {}, recorded, again)
     kept = 0
     for region, count in _regions(root, captured).items():
-        choice = policy.of(region)
-        kept += count * (whole_bytes(recorded(region)) if choice is None else choice.bytes)
+        choices = policy.of(region, count)
+        kept += sum(n * choice.bytes for n, choice in choices)
+        kept += 0 if choices else count * whole_bytes(recorded(region))
     return None if room is None else kept <= room
 
 
@@ -201,7 +202,7 @@ def _backward_bytes(
         if region not in peaks:
             around = block + reduced  # one more is counted for all moments
             stages = again.get(region)
-            peaks[region] = around + backward_peak(records[region], (), inside, False, stages)
+            peaks[region] = around + backward_peak(records[region], (), inside, stages)
         return peaks[region]
 
     found = records[root]

@@ -181,8 +181,10 @@ class Program:
 
     def _sent_again(self) -> Iterator[str]:
         """Collectives that backward runs again, in order."""
+        left = Counter(region for _, region in self.root.walk())
         for path, region in self.root.walk():
-            choice = self.policy.of(region)
+            left[region] -= 1
+            choice = self.policy.of_call(region, left[region])
             for k, node in enumerate(region.graph.nodes if choice else ()):
                 target = node.target
                 if choice and isinstance(target, Collective) and target.sends:
@@ -202,10 +204,13 @@ class _Binder:
         self.program, self.link = program, link
         self.shared: dict[Any, Callable[..., Any]] = {}
         self.compiled: dict[Region, Callable[..., Any]] = {}
-        self.again: dict[Region, Any] = {}
+        self.again: dict[tuple[Region, Choice], Any] = {}
+        self.left = Counter(region for _, region in program.root.walk())  # calls still to be bound
 
     def bind(self, region: Region, base: str) -> Callable[..., tuple[Any, ...]]:
         """The region's function with states read from the live modules under `base`."""
+        self.left[region] -= 1
+        choice = self.program.policy.of_call(region, self.left[region])
         if region not in self.compiled:
             self.compiled[region] = compile_region(region, self.link, self.shared)
         function = self.compiled[region]
@@ -219,7 +224,6 @@ class _Binder:
         def run(seed: int, *inputs: Any) -> tuple[Any, ...]:
             return function(seed, children, *[read() for read in states], *inputs)
 
-        choice = program.policy.of(region)
         if choice is None:
             return run
         marked, recompute, numbers = self._recomputed(region, choice)
@@ -245,7 +249,7 @@ class _Binder:
 
     def _recomputed(self, region: Region, choice: Choice) -> Any:
         """(the function that tells a frame what runs, how to run parts again, its inputs)."""
-        if region not in self.again:
+        if (region, choice) not in self.again:
             keep, stages = choice.keep, choice.stages
             nodes = list(region.graph.nodes)
             met = {k for k, node in enumerate(nodes) if meets_others(node)}
@@ -264,11 +268,11 @@ class _Binder:
                     return True
                 return needed(nodes, stages.hold | there, (at,))[0] & met <= sends[stage]
 
-            made = Recompute(keep, stages, part, sends, local, moves=choice.moves)
+            made = Recompute(keep, stages, part, sends, local, choice.moves, choice.fetch)
             marked = compile_region(region, self.link, self.shared, marked=True, cuts=made.begins)
             numbers = [k for k, node in enumerate(nodes) if node.op == "placeholder"]
-            self.again[region] = marked, made, numbers
-        return self.again[region]
+            self.again[region, choice] = marked, made, numbers
+        return self.again[region, choice]
 
     def _call(self, call: RegionCall, base: str) -> Callable[..., tuple[Any, ...]]:
         path = f"{base}.{call.path}" if base else call.path

@@ -153,8 +153,9 @@ def test_more_bytes_save_more_time_and_all_fit() -> None:
     last = float("inf")
     for budget in range(0, whole, whole // 12):
         policy = policy_of(counts, "auto", CPU, budget)
-        used = sum(policy.choices[r].bytes * count for r, count in counts.items())
-        seconds = sum(policy.choices[r].seconds * count for r, count in counts.items())
+        each = [pair for r, count in counts.items() for pair in policy.of(r, count)]
+        used = sum(n * choice.bytes for n, choice in each)
+        seconds = sum(n * choice.seconds for n, choice in each)
         assert used <= max(budget, least)
         assert seconds <= last
         last = seconds

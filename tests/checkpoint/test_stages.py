@@ -271,10 +271,7 @@ def test_cuts_that_pay_are_made_and_no_others(monkeypatch: pytest.MonkeyPatch) -
     cuts = lower_cuts(found, always, A100)
     assert set(cuts) == {Cut(attention, True), Cut(attention, False)}
     hidden = 131_072 // 8 * 4096 * 2
-    whole, cut = (
-        backward_peak(found, seeded=False, stages=staged(found, always, each))
-        for each in ((), cuts)
-    )
+    whole, cut = (backward_peak(found, stages=staged(found, always, each)) for each in ((), cuts))
     assert whole - cut >= 2.5 * hidden, "queries, keys and values, and their norm"
 
 
