@@ -37,7 +37,10 @@ _PRELOADED = [
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
+    "torch._dynamo",
     "transformers",
+    "einops",
+    "pytest",
 ]
 
 # Once one rank has failed, its peers may wait in a collective that it will never join.
@@ -234,3 +237,6 @@ def _forget(torch: Any) -> None:
     torch.set_grad_enabled(True)
     torch.manual_seed(0)
     gc.collect()
+    # What is left is held for good, by modules above all. To go through these hundreds of thousands
+    # of objects again after each task takes as long as the task.
+    gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.fx.node import map_aggregate
 
 from .._torch import FakeTensorMode
 from ..capture.targets import Opaque
-from ..graph import arg, describe, exact, facts
+from ..graph import Meta, arg, describe, exact, facts
 from ..placement import Shard
 from .layout import take_shard
 from .localize import Collective, Drawn, bound, local_meta
@@ -22,34 +23,62 @@ __all__ = ["verify_lowered"]
 def verify_lowered(graph: Graph, axis_size: int, mode: FakeTensorMode) -> None:
     """Run each distinct call on the local shapes of the first and the last rank.
 
-    A wrong rewrite of sizes cannot pass.
+    A wrong rewrite of sizes cannot pass. A call that is the same on both runs once.
 
     Raises:
         AssertionError: a local result has another shape or dtype than its placement says.
     """
     seen: set[Any] = set()
+    samples = _Samples()
     with mode, torch.no_grad():
         for node in graph.nodes:
             if node.op == "call_function":
                 _verify_placed(node)
                 if isinstance(node.target, LoweredBlock):
                     continue  # verified on its own
-                key = _signature(node)
-                if key in seen:
-                    continue
-                seen.add(key)
                 for rank in sorted({0, axis_size - 1}):
-                    _verify(node, rank)
+                    key = _call_on(node, rank)
+                    if key not in seen:
+                        seen.add(key)
+                        _verify(node, rank, samples)
 
 
-def _signature(node: Node) -> Any:
-    known = facts(node)
+def _call_on(node: Node, rank: int) -> Any:
+    """All that the check of a node on one rank looks at."""
 
     def shown(value: Node) -> Any:
-        return facts(value).outs, facts(value).placements
+        known = facts(value)
+        return known.single, *(
+            (local_meta(known, i, rank), out.dtype, out.device) for i, out in enumerate(known.outs)
+        )
 
-    args = exact((node.args, node.kwargs), shown)
-    return (node.target, args, known.outs, known.placements)
+    target = node.target
+    args = exact((bound(node.args, rank), bound(node.kwargs, rank)), shown)
+    return target, args, shown(node), rank if isinstance(target, Collective) else None
+
+
+class _Samples:
+    """Local tensors without data, made once for each shape: making one takes as long as a call."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, list[torch.Tensor]] = {}
+
+    def of(self, node: Node, rank: int, used: Counter[Any]) -> Any:
+        """What a rank holds of a value. used: what the same call has got already, since two
+        arguments are two tensors."""
+        known = facts(node)
+        out = tuple(
+            self._one(local_meta(known, i, rank), meta, used) for i, meta in enumerate(known.outs)
+        )
+        return out[0] if known.single else out
+
+    def _one(self, shape: tuple[int, ...], meta: Meta, used: Counter[Any]) -> torch.Tensor:
+        key = shape, meta.dtype, meta.device
+        made, number = self._made.setdefault(key, []), used[key]
+        used[key] += 1
+        if number == len(made):
+            made.append(torch.empty(shape, dtype=meta.dtype, device=meta.device))
+        return made[number]
 
 
 def _verify_placed(node: Node) -> None:
@@ -65,27 +94,20 @@ def _verify_placed(node: Node) -> None:
             )
 
 
-def _local(node: Node, rank: int) -> Any:
+def _verify(node: Node, rank: int, samples: _Samples) -> None:
     known = facts(node)
-    made = tuple(
-        torch.empty(local_meta(known, i, rank), dtype=meta.dtype, device=meta.device)
-        for i, meta in enumerate(known.outs)
-    )
-    return made[0] if known.single else made
-
-
-def _verify(node: Node, rank: int) -> None:
-    known = facts(node)
+    used: Counter[Any] = Counter()
     target: Any = node.target
     if isinstance(target, Collective):
         if target.kind == "slice":
-            out = take_shard(_local(arg(node, 0), rank), target.moves[0][1], rank)
+            out = take_shard(samples.of(arg(node, 0), rank, used), target.moves[0][1], rank)
             assert tuple(out.shape) == local_meta(known, 0, rank), f"{node}: {tuple(out.shape)}"
         return
     if isinstance(target, Drawn):
         target = target.target
     args, kwargs = map_aggregate(
-        (node.args, node.kwargs), lambda v: _local(v, rank) if isinstance(v, Node) else v
+        (node.args, node.kwargs),
+        lambda v: samples.of(v, rank, used) if isinstance(v, Node) else v,
     )
     if isinstance(target, Opaque) and hasattr(target, "without_data"):
         return  # the user's stand-in knows the shapes of the whole alone
