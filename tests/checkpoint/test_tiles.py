@@ -313,3 +313,22 @@ def test_gradients_of_weights_are_added_up_in_fp32(made: str) -> None:
     ((result,),) = Ranks(1, program.state).run(program.root, [[ids]])
     (got,) = torch.autograd.grad(result.sum(), weight)
     assert torch.equal(got, table.detach().double().sum(0).bfloat16().expand(40, -1))
+
+
+def test_what_a_tile_saves_is_nobody_elses() -> None:
+    """Hooks on saved tensors around a call (a region's, torch's save_on_cpu) are told of what lives
+    until backward, here of gradients, and not of one tile's logits.
+    """
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    program = lowered(Model(LOSSES["plain"], give=False), (IDS, TARGET), 1, tile=5)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ((loss,),) = Ranks(1, program.state).run(program.root, [[IDS], [TARGET]])
+    shapes = [tuple(each.shape) for each in packed]
+    assert (16, 8) in shapes and (11, 8) in shapes
+    assert not [shape for shape in shapes if shape[-1:] == (11,)], shapes
+    loss.backward()

@@ -60,23 +60,26 @@ def step_that_holds(
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "above"),
-    [*((kind, 12288, 1.01) for kind in KINDS), ("llama", 2048, 1.15)],
+    ("kind", "length", "tile", "above"),
+    [*((kind, 12288, "none", 1.01) for kind in KINDS), ("llama", 2048, "none", 1.15)]
+    + [(kind, 12288, 512, 1.12) for kind in ("tied", "gpt2")],
 )
 def test_budget_is_close_to_the_peak_and_never_below(
-    monkeypatch: pytest.MonkeyPatch, kind: str, length: int, above: float
+    monkeypatch: pytest.MonkeyPatch, kind: str, length: int, tile: str | int, above: float
 ) -> None:
     """Of a step that finds gradients of an earlier one: the fullest that a step can be. At 12k
-    tokens that is the moment of the loss, whose parts are exact; at 2k the last block's backward,
-    for which what it keeps itself is counted twice. Results are held, as a loop may that logs them.
+    tokens that is the moment of the loss, whose parts are exact; at 2k, and by tiles, the last
+    block's backward, for which what it keeps itself is counted twice. Results are held, as a loop
+    may that logs them.
     """
     held: list[Any] = []
     monkeypatch.setattr(Measured, "_step", lambda *given: step_that_holds(held, *given))
     _, make = model_maker(KINDS[kind])
+    rest: dict[str, Any] = {"tile": tile, "accumulated": True}
     with fake_group(4):
-        least = measure(Setting(make, 1, 4, "full", accumulated=True), length).peak
+        least = measure(Setting(make, 1, 4, "full", **rest), length).peak
         seen = counted(monkeypatch)
         given = int(least * 1.2)
-        step = measure(Setting(make, 1, 4, "auto", budget=given, accumulated=True), length)
+        step = measure(Setting(make, 1, 4, "auto", budget=given, **rest), length)
     assert seen["kept"] and not seen["all"]
     assert step.peak <= given - seen["room"] + seen["kept"] <= above * step.peak
