@@ -10,6 +10,7 @@ from .cost import seconds_of
 from .peak import backward_moments
 from .record import Record
 from .stages import Cut, Stages, cut_places, staged
+from .tile import Tile
 
 __all__ = ["FREE", "forward_seconds", "lower_cuts", "seconds_again"]
 
@@ -43,8 +44,11 @@ def lower_cuts(
 
 
 def seconds_again(found: Record, stages: Stages, device: Device) -> float:
-    """Of what runs again, in each stage that it runs in."""
-    return sum(seconds_of(found.nodes[k], device) for each in stages.each for k in each.again)
+    """Of what runs again, in each stage that it runs in, and of tiles, which run again by
+    themselves: their backward begins with their forward."""
+    inside = [n for n in found.nodes if isinstance(n.target, Tile) and n.target.runs_again]
+    again = [found.nodes[k] for each in stages.each for k in each.again]
+    return sum(seconds_of(node, device) for node in (*inside, *again))
 
 
 def forward_seconds(found: Record, device: Device) -> float:

@@ -55,6 +55,11 @@ class Tile:
         """Whether its gradients are made in forward."""
         return self.bind(0).sums_once
 
+    @property
+    def runs_again(self) -> bool:
+        """Whether its backward runs it once more."""
+        return any(meta.requires_grad for meta in self.outs) and not self.sums_once
+
     def bind(self, rank: int) -> TiledCall:
         """What one rank runs."""
         if rank not in self._bound:
