@@ -74,13 +74,22 @@ def _kept_lines(choices: list[tuple[int, Choice]], region: Region, whole: int) -
     (_, first), *last = choices
     lines = _choice_lines(first, region, whole)
     for count, choice in reversed(last):
-        nodes = list(region.graph.nodes)
-        own, *more = (short_name(nodes[k].target) for k in sorted(choice.keep - first.keep))
         which = f"the last {count}" if (count, choice) == last[-1] else f"{count} before those"
-        rest = f" and {len(more)} more" if more else ""
-        lines.append(f"  {which} keep {own[:40]}{rest} as well:")
+        lines.append(f"  {which} keep {_difference(first, choice, region)}:")
         lines += [f"  {line}" for line in _choice_lines(choice, region, whole)]
     return lines
+
+
+def _difference(first: Choice, other: Choice, region: Region) -> str:
+    """What another choice keeps, next to the first one."""
+    nodes = list(region.graph.nodes)
+    names = [short_name(nodes[k].target) for k in sorted(other.keep - first.keep)]
+    if first.keep - other.keep:
+        return "other values"
+    if not names:
+        return "the same elsewhere"
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0][:40]}{more} as well"
 
 
 def _choice_lines(choice: Choice, region: Region, whole: int) -> list[str]:

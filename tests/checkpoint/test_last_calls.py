@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -139,26 +140,41 @@ def test_the_host_takes_as_many_as_it_has_room_for(planned: Planned) -> None:
     assert at in each[0][1].again
 
 
+def explained(planned: Planned, policy: Policy) -> list[str]:
+    region, count = planned.region, planned.count
+    program = SimpleNamespace(
+        mesh=SimpleNamespace(size=lambda: 8), policy=policy, host=None, grad=True,
+        root=SimpleNamespace(walk=lambda: [(f"layers.{k}", region) for k in range(count)]),
+        nodes=lambda: [(n, count) for n in region.graph.nodes if n.op == "call_function"],
+    )  # fmt: skip
+    return explain_program(program).splitlines()  # type: ignore[arg-type]
+
+
 def test_explain_says_which_layers_keep_more_and_adds_them_up(planned: Planned) -> None:
     found, count = planned.found, planned.count
     nothing = asked(found, "full", A100)
     budget = count * nothing.bytes + 3 * planned.input + (planned.input >> 1)
     policy = policy_of(planned.counts, "auto", A100, budget, cut=True)
-    program = SimpleNamespace(
-        mesh=SimpleNamespace(size=lambda: 8), policy=policy, host=None, grad=True,
-        root=SimpleNamespace(walk=lambda: [(f"layers.{k}", found.region) for k in range(count)]),
-        nodes=lambda: [(n, count) for n in found.nodes if n.op == "call_function"],
-    )  # fmt: skip
-    text = explain_program(program)  # type: ignore[arg-type]
-    lines = text.splitlines()
+    lines = explained(planned, policy)
     (said,) = (k for k, line in enumerate(lines) if "as well:" in line)
     last = policy.of(planned.region, count)[-1][0]
     assert lines[said] == f"  the last {last} keep scaled_dot_product_attention as well:"
     assert lines[said + 1].startswith("    keeps ") and "run again" in lines[said + 2]
-    sends = sum(
-        len(each.again & exchanges(found)) * n for n, each in policy.of(found.region, count)
-    )
+    each = policy.of(planned.region, count)
+    sends = sum(len(choice.again & exchanges(found)) * n for n, choice in each)
     assert any(line.startswith(f"run again in a step: {sends} exchange") for line in lines)
+
+
+def test_explain_tells_choices_apart_that_do_not_only_keep_more(planned: Planned) -> None:
+    """With a host, layers may keep the same in two places, or other values."""
+    found, region = planned.found, planned.region
+    (at,) = (k for k, node in enumerate(found.nodes) if is_attention(node))
+    less, more = (choice_of(found, keep, A100) for keep in ((), (at,)))
+    moved = replace(more, moves=frozenset((at,)), moved=more.bytes, inside=more.bytes)
+    policy = Policy("auto", {region: more}, A100, last={region: ((2, moved), (1, less))})
+    lines = explained(planned, policy)
+    assert "  2 before those keep the same elsewhere:" in lines
+    assert "  the last 1 keep other values:" in lines
 
 
 def exchanges(found: Record) -> frozenset[int]:
