@@ -216,6 +216,7 @@ class _Gradient:
 
     def __init__(self) -> None:
         self._whole: torch.Tensor | None = None
+        self._first: tuple[_Cut, torch.Tensor] | None = None
         self._sum: torch.Tensor | None = None
         self._dtype: torch.dtype | None = None
         self._own = False
@@ -230,14 +231,26 @@ class _Gradient:
                 wide = torch.float32 if grad.dtype in _HALVES else grad.dtype
                 self._sum, self._own = self._sum.to(wide, copy=True), True
             self._sum += grad
-        if not end or self._sum is None or cut is None:
-            return
+        if end and self._sum is not None and cut is not None:
+            part, self._sum = self._sum, None  # beside the next group's there is none of it
+            if self._whole is None and self._first is None:
+                self._first = cut, part.to(self._dtype)  # no room for all before there is more
+            else:
+                self._write(cut, part)
+
+    def _write(self, cut: _Cut, part: torch.Tensor) -> None:
         if self._whole is None:
-            self._whole = _around(self._sum, cut, self._dtype)
-        cut.of_whole(self._whole).copy_(self._sum)
-        self._sum = None  # beside the next group's there is none of it
+            self._whole = _around(part, cut, self._dtype)
+        self._write_first()
+        cut.of_whole(self._whole).copy_(part)
+
+    def _write_first(self) -> None:
+        if self._first is not None:
+            (cut, part), self._first = self._first, None
+            self._write(cut, part)
 
     def done(self) -> torch.Tensor | None:
+        self._write_first()
         whole = self._sum if self._whole is None else self._whole
         return whole if whole is None or self._dtype is None else whole.to(self._dtype)
 

@@ -35,7 +35,6 @@ def bound() -> int:
     gathered = 2 * (ROOT + 2 * LAYER)  # in bf16: the root, this layer, and the one that is next
     head = WIDTH // HEADS
     buffer = {
-        "the loss's gradient by the last hidden state": HIDDEN,
         "cosines and sines": 2 * HIDDEN * head // WIDTH,
         "the gradient that passes attention by": HIDDEN,
         "queries, keys and values": 3 * HIDDEN,
