@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 from .checkpoint import MODES
@@ -63,6 +64,9 @@ def _shared_by(gpus: int, model: str) -> int:
     return next(sp for sp in range(most, 0, -1) if gpus % sp == 0)
 
 
+_PICTURES = (".png", ".pdf", ".svg", ".jpg", ".webp")
+
+
 def _configurations(tile: str | int, host: int | None) -> dict[str, dict[str, Any]]:
     """What lengths are compared for, by name: each way to checkpoint, with tiles and without, and
     with host memory where there is some."""
@@ -111,6 +115,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--gpus {given.gpus} is not a multiple of --sp {asked_sp}, both at least 1")
     if given.host_memory is not None and not given.offload:
         parser.error("--host-memory goes with --offload")
+    if given.plot and not Path(given.plot).absolute().parent.is_dir():
+        parser.error(f"--plot {given.plot}: there is no such folder")
+    if given.plot and Path(given.plot).suffix not in _PICTURES:
+        parser.error(f"--plot {given.plot}: a picture is one of {', '.join(_PICTURES)}")
     host = (given.host_memory or 1 << 40) if given.offload else None
     logging.getLogger("autosp_dtensor").setLevel(logging.ERROR)
     progress = _Progress()

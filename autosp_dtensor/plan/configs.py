@@ -61,7 +61,7 @@ def query_heads(model: Any) -> int | None:
     if callable(model):
         return None
     sizes = _as_data(_named_config(model)[1])
-    config = _transformers().AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    config = _config_of(sizes.pop("model_type"), sizes)
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     return heads if isinstance(heads, int) and heads > 0 else None
 
@@ -72,7 +72,7 @@ def _depth(config: dict[str, Any]) -> tuple[str, int | None]:
     key = "num_hidden_layers"
     if key in config or "model_type" not in config:
         return key, None
-    plain = _transformers().AutoConfig.for_model(config["model_type"])
+    plain = _config_of(config["model_type"], {})
     alike = len(set(getattr(plain, "layer_types", None) or ())) < 2
     return type(plain).attribute_map.get(key, key), getattr(plain, key, None) if alike else None
 
@@ -137,11 +137,27 @@ def _transformers() -> Any:
         ) from error
 
 
+def _config_of(kind: str, sizes: dict[str, Any]) -> Any:
+    """transformers' config; what it says of one that it cannot take is told as an error here."""
+    try:
+        return _transformers().AutoConfig.for_model(kind, **sizes)
+    except Exception as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"transformers takes this for no config of a {kind!r}.",
+            where="autosp.plan",
+            have=" ".join(f"{type(error).__name__}: {error}".split())[:300],
+            why="it makes the model that is planned for",
+            fix="give the config.json of a model that this version of transformers has",
+        ) from error
+
+
 def _from_config(config: dict[str, Any]) -> nn.Module:
     transformers = _transformers()
     sizes = _as_data(config)
     kind = sizes.pop("model_type")
-    known = transformers.AutoConfig.for_model(kind, **{**sizes, "use_cache": False})
+    known = _config_of(kind, {**sizes, "use_cache": False})
     if type(known) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(
             f"a model of type {kind!r} has no loss over tokens.",

@@ -94,6 +94,15 @@ def test_unknown_names_are_told(tmp_path: Path) -> None:
             autosp.plan(tmp_path, (1, 8))
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"hidden_size": "x"}, {"model_type": "nobodys"}, {"num_attention_heads": [4]}]
+)
+def test_a_config_that_transformers_cannot_take_is_told(wrong: dict[str, Any]) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 32, **wrong}
+    with pytest.raises(UsageError, match="transformers takes this for no config of a"):
+        autosp.plan(config, (1, 2), seq=64)
+
+
 def test_a_gpu_is_named_in_letters_of_either_case() -> None:
     found = autosp.plan({**TINY, "num_hidden_layers": 1}, (1, 2), gpu="A100-80GB", seq=64)
     assert found.gpu == "a100-80gb" and found.fits

@@ -178,3 +178,13 @@ def test_a_bar_fills_up_and_stays_full(monkeypatch: pytest.MonkeyPatch) -> None:
     bars = [part.partition("]")[0] for part in stream.getvalue().split("[")[2::2]]
     assert [bar.count("#") for bar in bars] == [3, 6, 9, 12, 15, 18, 21, 21, 21]
     assert {len(bar) for bar in bars} == {21}
+
+
+@pytest.mark.parametrize("name", ["nowhere/plan.png", "plan.txt", "plan"])
+def test_a_place_where_no_picture_can_be_is_told_before_a_plan_is_made(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "plan", None)
+    with pytest.raises(SystemExit):
+        command.main(["plan", "--model", "llama-3.1-8b", "--plot", str(tmp_path / name)])
+    assert f"--plot {tmp_path / name}: " in capsys.readouterr().err
