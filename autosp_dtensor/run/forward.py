@@ -76,7 +76,7 @@ class Forward:
         state = state_key(self.target) if isinstance(self.target, nn.Module) else ()
         found = self._cached(call, state)
         unsharded = self._runs_unsharded(call)
-        if self.options.check_ranks:
+        if self.options.check_ranks and self.mesh.size() > 1:
             cached = "traced before" if found is not None else "new"
             known = f"{self._state_text(state)}, {cached}"
             inputs = [] if unsharded else call.whole()  # each rank's own, where nothing is sent
