@@ -64,7 +64,7 @@ def _shared_by(gpus: int, model: str) -> int:
     return next(sp for sp in range(most, 0, -1) if gpus % sp == 0)
 
 
-_PICTURES = (".png", ".pdf", ".svg", ".jpg", ".webp")
+_PICTURES = (".png", ".pdf", ".svg", ".eps", ".ps", ".jpg", ".jpeg", ".tif", ".tiff", ".webp")
 
 
 def _configurations(tile: str | int, host: int | None) -> dict[str, dict[str, Any]]:
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--host-memory goes with --offload")
     if given.plot and not Path(given.plot).absolute().parent.is_dir():
         parser.error(f"--plot {given.plot}: there is no such folder")
-    if given.plot and Path(given.plot).suffix not in _PICTURES:
+    if given.plot and Path(given.plot).suffix.lower() not in _PICTURES:
         parser.error(f"--plot {given.plot}: a picture is one of {', '.join(_PICTURES)}")
     host = (given.host_memory or 1 << 40) if given.offload else None
     logging.getLogger("autosp_dtensor").setLevel(logging.ERROR)

@@ -119,7 +119,11 @@ class Policy:
     @property
     def moves(self) -> bool:
         """Whether anything goes to the host."""
-        return any(choice.moves for region in self.choices for _, choice in self.of(region, 1))
+        return any(choice.moves for region in self.choices for choice in self.all_of(region))
+
+    def all_of(self, region: Region) -> list[Choice]:
+        """The choices that its calls have, whichever they are."""
+        return [choice for _, choice in self.of(region, 0)]
 
     def of(self, region: Region, count: int) -> list[tuple[int, Choice]]:
         """The choices for so many calls of a region that is in part run again, in order, each with

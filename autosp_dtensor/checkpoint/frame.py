@@ -273,8 +273,7 @@ class Frame:
         """Backward comes to the region, or to a cut in it."""
         if self.host is not None and not stage:
             self.host.returned(self)
-            if not self.recompute.fetch:
-                self.host.fetch_next(self)
+        self._reach(stage)
         if self.recompute.sends[stage]:
             self.run_again(stage)
 

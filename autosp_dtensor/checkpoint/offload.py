@@ -128,7 +128,10 @@ class _Plan:
         self.inputs = {region: inputs.get(region, {}) for region in found}
         self.parts = [_Part(region, counts[region], choice) for region, choice in choices.items()]
         self._forward = {region: forward_seconds(each, device) for region, each in found.items()}
-        self._took = {r: [seconds_of(n, device) for n in each.nodes] for r, each in found.items()}
+        self._took = {
+            region: [seconds_of(n, device) if n.op == "call_function" else 0.0 for n in each.nodes]
+            for region, each in found.items()
+        }
         self._spare: dict[tuple[Region, tuple[Cut, ...], int], int] = {}
 
     def on_device(self, parts: Sequence[_Part] | None = None) -> int:

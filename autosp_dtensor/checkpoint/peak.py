@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -121,16 +121,21 @@ def _beside(node: Node, own: bool) -> int:
     return 2 * size if isinstance(target, Collective) and target.sends else size
 
 
-@functools.cache
+_known: weakref.WeakKeyDictionary[Tile, int] = weakref.WeakKeyDictionary()
+
+
 def _inside_tile(tile: Tile) -> int:
     """One tile's own fullest moment, and the sums of weights' gradients in fp32."""
+    if tile in _known:
+        return _known[tile]
     weights = [
         facts(node).meta
         for node in tile.body.nodes
         if node.op == "placeholder" and not isinstance(facts(node).placement, Shard)
     ]
     sums = sum(meta.numel * 4 for meta in weights if meta.requires_grad)
-    return sums + backward_peak(record(Region(tile.body)))
+    _known[tile] = sums + backward_peak(record(Region(tile.body)))
+    return _known[tile]
 
 
 class _Saved:

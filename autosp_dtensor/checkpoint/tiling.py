@@ -70,7 +70,7 @@ def tile_run_again(policy: Policy) -> int:
     made = 0
     for region in policy.choices:
         nodes = list(region.graph.nodes)
-        kept = {nodes[k] for _, choice in policy.of(region, 1) for k in choice.keep}
+        kept = {nodes[k] for choice in policy.all_of(region) for k in choice.keep}
         made += tile_chains(
             region, None, lambda c, kept=kept: not kept & {*c.nodes}, frozenset(kept)
         )
