@@ -90,6 +90,8 @@ class Facts:
     """Everything the stages know of a node; a stage adds to it with `dataclasses.replace`.
 
     note: how it is computed and why so, for whoever reads the program.
+    turn: (attention, group of its heads) that it is computed for; a group waits for the one before
+    the last.
     """
 
     outs: tuple[Meta, ...]
@@ -105,6 +107,7 @@ class Facts:
     option: Any = None
     bytes: int = 0
     note: str = ""
+    turn: tuple[int, int] | None = None
 
     @property
     def meta(self) -> Meta:

@@ -29,7 +29,7 @@ from autosp_dtensor.graph import Origin, facts
 from autosp_dtensor.lower import Call as RegionCall
 from autosp_dtensor.lower import Collective, Drawn, Region, bound, cut_regions, lower
 from autosp_dtensor.lower.random import Seeded
-from autosp_dtensor.place import place
+from autosp_dtensor.place import canonicalize, in_groups, place
 from autosp_dtensor.placement import Placement, Replicate, Shard
 from autosp_dtensor.run.build import block_paths, region_paths
 from autosp_dtensor.run.constants import Constants
@@ -238,15 +238,18 @@ def lowered(
     written = frozenset(index for origin, index in captured.writes if origin.kind == "buffer")
     checkpointed = {each.scope.path for each in captured.calls if each.checkpointed}
     blocks, regions = block_paths(live), region_paths(live, checkpointed)
+    graph = canonicalize(captured.graph, n, Constants(live).read)
+    if tile is not None:
+        borders = frozenset(blocks) | frozenset(regions)
+        graph = in_groups(graph, n, 1, borders) or graph
     placed = place(
-        captured.graph,
+        graph,
         n,
         list(call.placements),
         seq_dim,
         written,
         frozenset(blocks),
         frozenset(regions),
-        Constants(live).read,
     )
     flat = lower(placed, n, captured.fake_mode)
     root = cut_regions(flat, regions)

@@ -169,6 +169,7 @@ def contract(graph: Graph, chain: Chain, count: int) -> Node:
             option=None,
             bytes=0,
             aten=(),
+            turn=None,
         ),
     )
     after = made

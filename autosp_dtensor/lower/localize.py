@@ -244,12 +244,18 @@ def _border_gradients(graph: Graph, axis_size: int) -> None:
 
 
 def flatten_exchanges(graph: Graph) -> Graph:
-    """Exchanges that feed one operation become one (q, k and v together). Values stay bit-equal."""
+    """Exchanges that feed one operation become one (q, k and v together). Values stay bit-equal.
+
+    Not those of several groups of heads: each goes as soon as its group is done.
+    """
+    for node in list(graph.nodes):
+        if _is_exchange(node) and facts(node).turn is not None:
+            arg(node, 0).append(node)
     for node in list(graph.nodes):
         if node.op != "call_function" or isinstance(node.target, Collective):
             continue
         moves = [a for a in node.all_input_nodes if _is_exchange(a) and len(a.users) == 1]
-        moves = [a for a in moves if facts(a).scope == facts(moves[0]).scope]
+        moves = [a for a in moves if _together(facts(a), facts(moves[0]))]
         if len(moves) < 2 or len({facts(a).meta.dtype for a in moves}) > 1:
             continue
         pairs = tuple(move.target.moves[0] for move in moves)
@@ -280,6 +286,10 @@ def flatten_exchanges(graph: Graph) -> Graph:
             graph.erase_node(move)
     graph.lint()
     return graph
+
+
+def _together(a: Facts, b: Facts) -> bool:
+    return (a.scope, a.turn) == (b.scope, b.turn)
 
 
 def _is_exchange(node: Node) -> bool:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch.fx import Graph, Node
 
+from ..graph import facts
 from .localize import Collective
 from .regions import Call
 
@@ -22,7 +23,9 @@ def schedule(graph: Graph) -> list[Step]:
     An exchange starts as soon as its input exists. While it is on its way, operations that do not
     need it run, in their own order; it is finished when nothing else is left to do. One that would
     be finished at once is not split ("run"). Collectives, and calls of regions, which hold some,
-    start in the order that they stand in: ranks agree on that one.
+    start in the order that they stand in: ranks agree on that one. Attention by groups of heads has
+    two groups there at a time: what a third one is made of waits, as long as there is anything
+    else to do.
     """
     return list(_joined(_Scheduler(graph).steps()))
 
@@ -38,11 +41,19 @@ class _Scheduler:
         self.begun = 0  # of those
         self.ready: list[int] = []
         self.flying: list[Node] = []
+        ends: dict[tuple[int, int], Node] = {}
+        for node in self.nodes:
+            turn = facts(node).turn
+            if turn is not None and not _communicates(node):
+                ends[turn] = node
+        self.ends = {node: turn for turn, node in ends.items()}
+        self.open = {*ends}  # turns that have not ended
+        self.waiting: dict[tuple[int, int], list[Node]] = {}  # on the end of a turn
 
     def steps(self) -> Iterator[Step]:
         for node in self.nodes:
-            if not self.missing[node] and not _communicates(node):
-                heapq.heappush(self.ready, self.number[node])
+            if not self.missing[node]:
+                self._may_run(node)
         done = 0
         while done < len(self.nodes):
             begins = self._begins()
@@ -59,9 +70,12 @@ class _Scheduler:
             elif first is not None:
                 node = self.nodes[heapq.heappop(self.ready)]
                 yield "run", node
-            else:
+            elif self.flying:
                 node = self.flying.pop(0)
                 yield "finish", node
+            else:  # all that is left waits for each other
+                self._let_go([*self.waiting])
+                continue
             done += 1
             self._done(node)
 
@@ -75,8 +89,27 @@ class _Scheduler:
         for user in node.users:
             if user in self.missing:
                 self.missing[user] -= 1
-                if not self.missing[user] and not _communicates(user):
-                    heapq.heappush(self.ready, self.number[user])
+                if not self.missing[user]:
+                    self._may_run(user)
+        if node in self.ends:
+            self.open.discard(self.ends[node])
+            self._let_go([self.ends[node]])
+
+    def _may_run(self, node: Node) -> None:
+        """All that an operation takes is there. Collectives go by an order of their own."""
+        if _communicates(node):
+            return
+        turn = facts(node).turn
+        before = (turn[0], turn[1] - 2) if turn else None
+        if before in self.open:
+            self.waiting.setdefault(before, []).append(node)
+        else:
+            heapq.heappush(self.ready, self.number[node])
+
+    def _let_go(self, turns: list[tuple[int, int]]) -> None:
+        for turn in turns:
+            for node in self.waiting.pop(turn, ()):
+                heapq.heappush(self.ready, self.number[node])
 
 
 def _communicates(node: Node) -> bool:

@@ -7,11 +7,18 @@ from torch.fx import Graph
 from ..placement import Placement
 from .blocks import PlacedBlock, outline_blocks
 from .canonical import canonicalize
-from .masks import ReadState
+from .groups import LEAST_GROUP, in_groups
 from .placer import Placer
 from .versions import redistribute
 
-__all__ = ["PlacedBlock", "place", "redistribute"]
+__all__ = [
+    "LEAST_GROUP",
+    "PlacedBlock",
+    "canonicalize",
+    "in_groups",
+    "place",
+    "redistribute",
+]
 
 
 def place(
@@ -22,12 +29,11 @@ def place(
     whole_results: frozenset[int] = frozenset(),
     blocks: frozenset[str] = frozenset(),
     regions: frozenset[str] = frozenset(),
-    read: ReadState | None = None,
 ) -> Graph:
-    """Place every node of a captured graph.
+    """Place every node of a canonical graph.
 
     Args:
-        graph: the whole-sequence graph; it is rewritten into canonical form.
+        graph: the whole-sequence graph in canonical form; calls of blocks are outlined in it.
         axis_size: ranks on the sp axis.
         inputs: placement of each input tensor that comes sharded (a DTensor), None for a whole one.
         seq_dim: the sequence dim of the inputs.
@@ -35,12 +41,10 @@ def place(
         blocks: paths of modules that repeat; equal calls of them are placed once.
         regions: paths of modules that become regions (blocks that differ in those inside are not
             equal).
-        read: gives the value of a buffer; masks kept in buffers are then recognized.
 
     Raises:
         PlacementError: an operation on sharded values has no rule; all such operations are listed.
     """
-    graph = canonicalize(graph, axis_size, read)
     if blocks:
         graph = outline_blocks(graph, set(blocks), set(regions))
     return Placer(graph, axis_size, inputs, seq_dim, whole_results).run()

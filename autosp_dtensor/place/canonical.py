@@ -19,7 +19,10 @@ __all__ = ["canonicalize"]
 def canonicalize(graph: Graph, axis_size: int, read: ReadState | None = None) -> Graph:
     """Means become sums over a global count, features at marked tokens are looked up, plain causal
     masks go, key heads are shared. What nobody uses goes first: attention whose weights a module
-    returns and its caller drops is one call."""
+    returns and its caller drops is one call.
+
+    read: gives the value of a buffer; masks kept in buffers are then recognized.
+    """
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     masks = MaskSearch(read)
     fuse_attention(graph, masks)

@@ -8,14 +8,13 @@ from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
 
 from ..cost import sent_bytes
-from ..graph import arg, arg_nodes, callee, facts, result_nodes, set_facts, short_name
+from ..graph import arg, arg_nodes, facts, result_nodes, set_facts, short_name
 from ..placement import Partial, Placement, Replicate, Shard, chunk_sizes
 from .blocks import Block, PlacedBlock
 from .refuse import Refusals
-from .rule import Op, Option, Rule, Slot
+from .rule import Op, Option, Rule, op_of
 from .seeds import seed_inputs
 from .table import find_rule
 from .versions import REPLICATE, Around, Homes, Placing, Value, Versions
@@ -182,32 +181,8 @@ class Placer(Versions):
 
     # -- operations -----------------------------------------------------------------------------
 
-    def _op(self, node: Node) -> tuple[Op, tuple[Node, ...]]:
-        tensors: list[Node] = []
-
-        def slot(value: Any) -> Any:
-            if not isinstance(value, Node):
-                return value
-            tensors.append(value)
-            return Slot(len(tensors) - 1)
-
-        args, kwargs = map_aggregate((node.args, node.kwargs), slot)
-        known = facts(node)
-        op = Op(
-            callee(node),
-            short_name(node.target),
-            args,
-            kwargs,
-            tuple(facts(t).meta for t in tensors),
-            known.outs,
-            self.n,
-            known.single,
-            known.source,
-        )
-        return op, tuple(tensors)
-
     def _place_call(self, node: Node) -> None:
-        op, tensors = self._op(node)
+        op, tensors = op_of(node, self.n)
         values = [self.values[t] for t in tensors]
         rule = find_rule(op.target, op.name, facts(node))
         option = self._choose(node, op, rule, values)

@@ -12,12 +12,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from ..graph import Meta
+from ..graph import Meta, callee, facts, short_name
 from ..placement import Partial, PerRank, Placement, Replicate, Shard, even_shard
 
-__all__ = ["FactorRule", "Factors", "Local", "Op", "Option", "Rule", "Slot", "argument", "fill"]
+__all__ = [
+    "FactorRule",
+    "Factors",
+    "Local",
+    "Op",
+    "Option",
+    "Rule",
+    "Slot",
+    "argument",
+    "fill",
+    "op_of",
+]
 
 REPLICATE = Replicate()
 
@@ -42,6 +54,32 @@ class Op:
     axis_size: int
     single: bool = True
     source: str = ""
+
+
+def op_of(node: Node, axis_size: int) -> tuple[Op, tuple[Node, ...]]:
+    """A node's call on so many ranks, and its tensors in the order of their slots."""
+    tensors: list[Node] = []
+
+    def slot(value: Any) -> Any:
+        if not isinstance(value, Node):
+            return value
+        tensors.append(value)
+        return Slot(len(tensors) - 1)
+
+    args, kwargs = map_aggregate((node.args, node.kwargs), slot)
+    known = facts(node)
+    op = Op(
+        callee(node),
+        short_name(node.target),
+        args,
+        kwargs,
+        tuple(facts(t).meta for t in tensors),
+        known.outs,
+        axis_size,
+        known.single,
+        known.source,
+    )
+    return op, tuple(tensors)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from ..cost import DEVICES, Device
 from ..graph import arg_nodes, result_nodes
 from ..lower import Call, Region
 
-__all__ = ["choose_policy", "device_of", "step_fits"]
+__all__ = ["choose_policy", "device_of", "step_bytes", "step_fits"]
 
 _SHARE = 0.9  # of a device's memory: the allocator's fragments and other libraries take the rest
 
@@ -123,12 +123,27 @@ def step_fits(
     recorded = functools.cache(record)
     again = {region: choice.stages for region, choice in policy.choices.items()}
     room = _room(root, live, mesh.device_type, options.memory_budget, {}, recorded, again)
+    return None if room is None else _kept_bytes(root, captured, policy, recorded) <= room
+
+
+def step_bytes(root: Region, captured: Captured, live: nn.Module | None, policy: Policy) -> int:
+    """What a step holds at its fullest under a policy, as far as it is estimated; of what waits on
+    the host, what is passed between regions counts as well."""
+    recorded = functools.cache(record)
+    again = {region: choice.stages for region, choice in policy.choices.items()}
+    return _taken(root, live, recorded, again) + _kept_bytes(root, captured, policy, recorded)
+
+
+def _kept_bytes(
+    root: Region, captured: Captured, policy: Policy, recorded: Callable[[Region], Record]
+) -> int:
+    """Of all regions together, on the device."""
     kept = 0
     for region, count in _regions(root, captured).items():
         choices = policy.of(region, count)
         kept += sum(n * choice.bytes for n, choice in choices)
         kept += 0 if choices else count * whole_bytes(recorded(region))
-    return None if room is None else kept <= room
+    return kept
 
 
 def device_of(kind: str) -> Device:
@@ -163,9 +178,19 @@ def _room(
             return None
         total = torch.cuda.get_device_properties().total_memory
         given = int(total * _SHARE) >> 30 << 30  # ranks must choose alike, and devices differ a bit
+    taken = _taken(root, live, recorded, again)
+    return given - taken + _passed_bytes(recorded(root), inputs)
+
+
+def _taken(
+    root: Region,
+    live: nn.Module | None,
+    recorded: Callable[[Region], Record],
+    again: dict[Region, Stages],
+) -> int:
+    """By state, gathered parameters, and the fullest moment of backward."""
     found = {region: recorded(region) for region in dict.fromkeys(r for _, r in root.walk())}
-    taken = _state_bytes(live) + _backward_bytes(root, found, again, *_gathered_bytes(live))
-    return given - taken + _passed_bytes(found[root], inputs)
+    return _state_bytes(live) + _backward_bytes(root, found, again, *_gathered_bytes(live))
 
 
 def _passed_bytes(found: Record, inputs: dict[Region, dict[int, int]]) -> int:

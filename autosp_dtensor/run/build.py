@@ -14,24 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Call, Captured, capture
-from ..checkpoint import (
-    Checkpoint,
-    Host,
-    Policy,
-    absorb,
-    open_inputs,
-    tile_free,
-    tile_losses,
-    tile_run_again,
-)
+from ..checkpoint import Checkpoint, Host
 from ..cost import Device
 from ..errors import MeshError, PlacementError
 from ..graph import parents
-from ..lower import cut_regions, lower
-from ..place import place
+from ..place import canonicalize
 from ..place.seeds import find_sequences, seed_inputs
 from ..placement import Shard
-from .budget import choose_policy, step_fits
+from .compile import Source, compile_best
 from .constants import Constants
 from .lazy import openable
 from .program import Program
@@ -65,42 +55,26 @@ def build(call: Call, mesh: DeviceMesh, options: Options, host: Host | None = No
     captured = capture(call)
     _check_length(captured, call, mesh.size(), options)
     constants = Constants(live)
-    written = frozenset(index for origin, index in captured.writes if origin.kind == "buffer")
     checkpointed = {call.scope.path for call in captured.calls if call.checkpointed}
-    blocks, regions = block_paths(live), region_paths(live, checkpointed)
-    placed = place(
-        captured.graph,
-        mesh.size(),
+    opened = openable(call) if options.tile != "none" else {}
+    source = Source(
+        captured,
+        live,
+        mesh,
+        options,
         list(call.placements),
-        options.seq_dim,
-        written,
-        frozenset(blocks),
-        frozenset(regions),
-        constants.read,
+        frozenset(block_paths(live)),
+        frozenset(region_paths(live, checkpointed)),
+        frozenset(checkpointed),
+        opened,
     )
-    made_here = openable(call) if options.tile != "none" else {}
-    flat = lower(
-        placed,
-        mesh.size(),
-        captured.fake_mode,
-        whole_border=bool(made_here),
-        by_head=options.device is None,  # else a plan for another device
-    )
-    moved = absorb(flat, regions, checkpointed, options.tile)
-    root = cut_regions(flat, regions, moved)
+    made = compile_best(source, canonicalize(captured.graph, mesh.size(), constants.read))
     grad = torch.is_grad_enabled()
-    open_inputs(root, made_here)
-    tile_free(root, len(captured.template.tensors), options.tile, grad=grad)
-    policy = choose_policy(root, captured, live, mesh, options) if grad else Policy()
-    if options.tile == "auto" and grad:
-        step = root, captured, live, mesh, options
-        if tile_losses(root, lambda: not step_fits(*step, policy)):
-            policy = choose_policy(*step)
-        if tile_run_again(policy):
-            policy = choose_policy(*step)
-    program = Program(captured, placed, flat, root, mesh, live, constants, policy, grad=grad)
-    program.opened = frozenset(made_here)
-    program.host = host if policy.moves else None
+    program = Program(
+        captured, made.placed, made.flat, made.root, mesh, live, constants, made.policy, grad=grad
+    )
+    program.opened = frozenset(opened)
+    program.host = host if made.policy.moves else None
     program.bind()
     _log_summary(program, call, time.perf_counter() - started)
     return program

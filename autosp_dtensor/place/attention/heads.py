@@ -13,7 +13,7 @@ from ..rule import Local, Op
 from .form import HEADS, KEY_HEADS, Form
 from .strategy import AttentionOption, Strategy
 
-__all__ = ["Heads", "attend"]
+__all__ = ["Heads", "attend", "query_heads"]
 
 
 class Heads(Strategy):
@@ -35,7 +35,7 @@ class Heads(Strategy):
         return None
 
     def fresh(self, op: Op, form: Form) -> Iterable[AttentionOption]:
-        heads = _count(op, form)
+        heads = query_heads(op, form)
         if heads < op.axis_size:
             return
         sizes = balanced_sizes(heads, op.axis_size)
@@ -49,7 +49,7 @@ class Heads(Strategy):
         """Query heads cut anywhere; each rank gets the key heads that its query heads read."""
         if shard.outer != 1:
             return None
-        heads = _count(op, form)
+        heads = query_heads(op, form)
         if sum(shard.sizes) != heads:
             return None
         keys = _key_heads(shard, form.group, heads // form.group)
@@ -84,7 +84,7 @@ class Heads(Strategy):
         return Local(attend, (target, empty, reads, where, *op.args), kwargs)
 
 
-def _count(op: Op, form: Form) -> int:
+def query_heads(op: Op, form: Form) -> int:
     """Query heads of the whole; 0 where a call has none."""
     names = form.factors.outs[0]
     return op.outs[0].shape[names.index(HEADS)] if HEADS in names else 0

@@ -9,7 +9,7 @@ from ..rule import FactorRule, Local, Op, Option, Rule
 from . import torch_forms
 from .flash_forms import flash_form
 from .form import Form
-from .heads import Heads, attend
+from .heads import Heads, attend, query_heads
 from .strategy import AttentionOption, Strategy
 
 __all__ = ["FLASH", "RULES", "STRATEGIES", "AttentionRule"]
@@ -27,6 +27,10 @@ class AttentionRule(Rule):
     def __init__(self, form: Callable[[Op], Form]) -> None:
         self.form = form
         self.plain = FactorRule(lambda op: form(op).factors)
+
+    def heads(self, op: Op) -> int:
+        """Of queries; 0 where a call has none."""
+        return query_heads(op, self.form(op))
 
     def from_input(self, op: Op, i: int, shard: Shard, *, local: bool = True) -> Option | None:
         form = self.form(op)
