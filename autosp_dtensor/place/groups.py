@@ -22,7 +22,7 @@ from ..graph import Facts, Meta, Scope, facts, set_facts
 from ..placement import Replicate, Shard
 from .attention import AttentionRule
 from .insert import add_call
-from .rule import Local, Op, Option, fill, op_of
+from .rule import Local, Option, fill, op_of
 from .table import find_rule
 
 __all__ = ["LEAST_GROUP", "in_groups"]

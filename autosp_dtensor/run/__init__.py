@@ -1,6 +1,7 @@
 """Lowered graph, live module -> the module, callable as before."""
 
-from .build import Options, block_paths
+from .build import block_paths
+from .compile import Options
 from .forward import Forward
 from .host import host_bytes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,14 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp_policy
 from ..capture import Call, Captured, capture
-from ..checkpoint import Checkpoint, Host
-from ..cost import Device
+from ..checkpoint import Host
 from ..errors import MeshError, PlacementError
 from ..graph import parents
 from ..place import canonicalize
 from ..place.seeds import find_sequences, seed_inputs
 from ..placement import Shard
-from .compile import Source, compile_best
+from .compile import Options, Source, compile_best
 from .constants import Constants
 from .lazy import openable
 from .program import Program
@@ -31,20 +29,6 @@ from .traffic import traffic_of
 __all__ = ["Options", "build", "check_devices", "sequence_length"]
 
 log = logging.getLogger("autosp_dtensor")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `parallelize` was asked for."""
-
-    seq_dim: int = 1
-    check_ranks: bool = True
-    checkpoint: str | Checkpoint = "auto"
-    memory_budget: int | None = None
-    tile: str | int = "auto"
-    device: Device | None = None  # that is planned for, if not this one
-    offload: str | int = "none"
-    host: int = 0  # bytes of host memory for it, the same on all ranks
 
 
 def build(call: Call, mesh: DeviceMesh, options: Options, host: Host | None = None) -> Program:

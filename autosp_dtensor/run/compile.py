@@ -8,7 +8,6 @@ ways, and the better one is taken.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,19 +15,40 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
 from ..capture import Captured
-from ..checkpoint import Policy, absorb, open_inputs, tile_free, tile_losses, tile_run_again
+from ..checkpoint import (
+    Checkpoint,
+    Deferred,
+    Policy,
+    absorb,
+    open_inputs,
+    tile_free,
+    tile_losses,
+    tile_run_again,
+)
+from ..cost import Device
 from ..lower import Region, cut_regions, lower
 from ..place import LEAST_GROUP, in_groups, place
 from ..placement import Placement
 from .budget import choose_policy, step_bytes, step_fits
 
-if TYPE_CHECKING:
-    from .build import Options
-
-__all__ = ["Compiled", "Source", "compile_best"]
+__all__ = ["Compiled", "Options", "Source", "compile_best"]
 
 _GAIN = 0.02  # of a step's bytes: what groups of heads are to lower them by at least
 _MORE = 1.05  # of the time that running again takes: what they may take of it
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `parallelize` was asked for."""
+
+    seq_dim: int = 1
+    check_ranks: bool = True
+    checkpoint: str | Checkpoint = "auto"
+    memory_budget: int | None = None
+    tile: str | int = "auto"
+    device: Device | None = None  # that is planned for, if not this one
+    offload: str | int = "none"
+    host: int = 0  # bytes of host memory for it, the same on all ranks
 
 
 @dataclass(frozen=True)
@@ -48,12 +68,12 @@ class Source:
     blocks: frozenset[str]
     regions: frozenset[str]
     checkpointed: frozenset[str]
-    opened: dict[int, Graph]
+    opened: dict[int, Deferred]
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """placed, flat: graphs of the whole program. root: cut into regions. policy: what those keep."""
+    """placed, flat: graphs of the whole program. root: its regions. policy: what those keep."""
 
     placed: Graph
     flat: Graph
@@ -114,7 +134,7 @@ def _compile(source: Source, graph: Graph) -> Compiled:
         whole_border=bool(source.opened),
         by_head=options.device is None,  # else a plan for another device
     )
-    moved = absorb(flat, source.regions, source.checkpointed, options.tile)
+    moved = absorb(flat, {*source.regions}, {*source.checkpointed}, options.tile)
     root = cut_regions(flat, {*source.regions}, moved)
     open_inputs(root, source.opened)
     tile_free(root, len(captured.template.tensors), options.tile, grad=grad)

@@ -19,7 +19,8 @@ from ..capture import Call, name_of, read_call, state_key, state_text
 from ..checkpoint import Host
 from .agree import Agreement
 from .border import placement_on
-from .build import Options, build, check_devices, sequence_length
+from .build import build, check_devices, sequence_length
+from .compile import Options
 from .program import Program
 
 __all__ = ["Forward"]

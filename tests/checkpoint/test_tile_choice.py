@@ -18,7 +18,7 @@ from autosp_dtensor.api import forward_of
 from autosp_dtensor.checkpoint import Policy, Tile, defer, tile, tiling
 from autosp_dtensor.errors import UsageError
 from autosp_dtensor.run.budget import step_fits
-from autosp_dtensor.run.build import Options
+from autosp_dtensor.run.compile import Options
 from tests.run.fake_group import fake_mesh
 
 IDS = torch.randint(16, (2, 12), generator=torch.Generator().manual_seed(1))
