@@ -339,6 +339,7 @@ def sloped(m: Layer, x: Tensor) -> Tensor:
 
 WHOLE: dict[str, tuple[Layer, int, tuple[Tensor, ...]]] = {
     "heads of ranks differ": (Layer(plain, 6, 6), 4, ()),
+    "heads are left": (Layer(plain, 10, 10), 4, ()),
     "fewer heads than ranks": (Layer(plain, 2, 2), 4, ()),
     "one head": (Layer(plain, 4, 4), 4, ()),
     "one key head": (Layer(gqa, 2), 2, ()),
