@@ -54,6 +54,7 @@ def backward_moments(
     gives it to the end of the one that takes it; those of the graph's own inputs stay.
     """
     saved = _Saved(found, held, stages)
+    flying = _flying(found)
     gradients = _Gradients()
     output = found.nodes[-1]
     number = {node: k for k, node in enumerate(found.nodes)}
@@ -75,6 +76,8 @@ def backward_moments(
         if isinstance(node.target, Tile) and node.target.sums_once:  # in forward
             fullest += within
             within = 0
+        others = 0 if isinstance(node.target, Collective) else flying[facts(node).turn]
+        within += others
         passes = _passes_on(node, found.base.get(k) == k)
         for each in node.all_input_nodes:
             if size := bytes_of_gradient(each):
@@ -83,8 +86,10 @@ def backward_moments(
                 fullest = max(fullest, saved.bytes + gradients.bytes + within)
         moments[k] = max(fullest, saved.bytes + gradients.bytes + within)
         gradients.drop(k)
-        gradients.settle()
+        added = gradients.settle()
         saved.used_by(k)
+        if others:  # a sum over groups is made beside its terms
+            moments[k] = max(moments[k], saved.bytes + gradients.bytes + 2 * added + others)
     return moments
 
 
@@ -98,6 +103,16 @@ def bytes_of_gradient(node: Node) -> int:
         for i, meta in enumerate(known.outs)
         if meta.requires_grad
     )
+
+
+def _flying(found: Record) -> Counter[tuple[int, int] | None]:
+    """What exchanges of one group of heads send and receive while another one's backward runs."""
+    sent: Counter[tuple[int, int] | None] = Counter()
+    for node in found.nodes:
+        turn = facts(node).turn
+        if turn is not None and isinstance(node.target, Collective) and node.target.sends:
+            sent[turn] += 2 * bytes_of_gradient(node)
+    return sent
 
 
 def _passes_on(node: Node, own: bool) -> bool:
@@ -225,10 +240,13 @@ class _Gradients:
             if not self._users[which]:
                 self.bytes -= self._sizes[which]
 
-    def settle(self) -> None:
-        """Several gradients of one result become their sum."""
+    def settle(self) -> int:
+        """Several gradients of one result become their sum. Bytes of the largest one."""
+        largest = 0
         for k, parts in list(self.of.items()):
             if len(parts) > 1:
                 size = max(self._sizes[which] for which in parts)
                 self.drop(k)
                 self.add(k, size)
+                largest = max(largest, size)
+        return largest
