@@ -23,6 +23,7 @@ from ..placement import Replicate, Shard
 from .attention import AttentionRule
 from .insert import add_call
 from .rule import Local, Option, fill, op_of
+from .rules.tap import TapRule
 from .table import find_rule
 
 __all__ = ["LEAST_GROUP", "in_groups"]
@@ -230,8 +231,10 @@ def _member(node: Node, count: int, choose: Any) -> _Member | None:
         return None
     op, tensors = op_of(node, count)
     rule = find_rule(op.target, op.name, known)
-    option = None if rule is None or isinstance(rule, AttentionRule) else choose(rule, op)
-    if rule is None or option is None or not _is_even(option):
+    if rule is None or isinstance(rule, (AttentionRule, TapRule)):  # hooks see all heads, once
+        return None
+    option = choose(rule, op)
+    if option is None or not _is_even(option):
         return None
     return _Member(tensors, option, rule.localize(op, option))
 
