@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
 from ..graph import Facts, Meta, Scope, facts, set_facts
-from ..placement import Replicate, Shard
+from ..placement import PerRank, Replicate, Shard
 from .attention import AttentionRule
 from .insert import add_call
 from .rule import Local, Option, fill, op_of
@@ -101,7 +102,7 @@ def _split(graph: Graph, node: Node, count: int, number: int, borders: frozenset
                     made[t] if t in made else _part(graph, node, parts, t, placed, group)
                     for t, placed in zip(member.tensors, member.option.ins, strict=True)
                 ]
-                made[each] = _call(graph, each, member, taken)
+                made[each] = _call(graph, each, member, taken, group)
                 known = facts(made[each])
                 note = f"heads {group + 1} of {count}" if each is node else ""
                 notes = ", ".join(text for text in (known.note, note) if text)
@@ -143,13 +144,16 @@ def _part(
     return parts[tensor, placed][group]
 
 
-def _call(graph: Graph, like: Node, member: _Member, tensors: list[Node]) -> Node:
+def _call(graph: Graph, like: Node, member: _Member, tensors: list[Node], group: int) -> Node:
     local, known = member.local, facts(like)
-    args, kwargs = fill(local.args, tensors), fill(dict(local.kwargs), tensors)
-    return add_call(
-        graph, like, local.target, args, kwargs, _meta(known.meta, member.option.outs[0], 0),
-        known.aten,
-    )  # fmt: skip
+
+    def own(value: Any) -> Any:
+        return value.values[group] if isinstance(value, PerRank) else value
+
+    args = map_aggregate(fill(local.args, tensors), own)
+    kwargs = map_aggregate(fill(dict(local.kwargs), tensors), own)
+    meta = _meta(known.meta, member.option.outs[0], group)
+    return add_call(graph, like, local.target, args, kwargs, meta, known.aten)
 
 
 def _meta(meta: Meta, placed: Any, group: int) -> Meta:
