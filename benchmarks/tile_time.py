@@ -12,6 +12,11 @@ and that it does not (1 byte).
 
 One layer with a large MLP, all of which checkpoint="full" runs again in backward anyway.
 
+    python benchmarks/tile_time.py --groups [--length 8192] [--repeat 7]
+
+One layer of 8 heads of 64 and a small MLP under checkpoint="full": all heads at once against 8
+groups of one, from the projections on (tile=length, so that nothing else is cut).
+
     python benchmarks/tile_time.py --heads [--length 8192] [--repeat 7]
 
 Causal attention alone, 8 heads of 64, fp32, forward and backward: one call against one for each
@@ -71,6 +76,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--loss", choices=("plain", "z"), default="plain")
     parser.add_argument("--mlp", action="store_true", help="a large MLP that runs again")
+    parser.add_argument("--groups", action="store_true", help="heads from the projections on")
     parser.add_argument("--memory", help="print the resident memory of one mode's step alone")
     parser.add_argument("--heads", action="store_true", help="attention by heads alone")
     given = parser.parse_args()
@@ -90,10 +96,14 @@ def main() -> None:
     models = {m: autosp.parallelize(copy.deepcopy(plain), mesh, **o) for m, o in modes.items()}
     for name, model in models.items():
         step(model, ids)
-        tiles = [x.split()[1] for x in str(autosp.explain(model)).splitlines() if "tiles x" in x]
-        print(f"{name}: tiles {', '.join(tiles) or 'nowhere'}")
-    size = given.length * (4 * 8192 if given.mlp else given.vocabulary) * 4 / 2**20
-    print(f"{given.length:,} tokens: {size:.0f} MiB of {'an MLP' if given.mlp else 'fp32 logits'}")
+        text = str(autosp.explain(model))
+        tiles = [x.split()[1] for x in text.splitlines() if "tiles x" in x]
+        groups = max(1, sum(": heads " in x or ", heads " in x for x in text.splitlines()))
+        print(f"{name}: tiles {', '.join(tiles) or 'nowhere'}; heads in {groups} groups")
+    if not given.groups:
+        size = given.length * (4 * 8192 if given.mlp else given.vocabulary) * 4 / 2**20
+        what = "an MLP" if given.mlp else "fp32 logits"
+        print(f"{given.length:,} tokens: {size:.0f} MiB of {what}")
     rounds = [{m: step(model, ids) for m, model in models.items()} for _ in range(given.repeat)]
     for mode in modes:
         taken = statistics.median(each[mode] for each in rounds)
@@ -109,17 +119,18 @@ def main() -> None:
 
 def made(given: argparse.Namespace) -> tuple[nn.Module, dict[str, dict[str, Any]]]:
     """The model, and the options of each run by name."""
-    if given.mlp:
+    if given.mlp or given.groups:
         model = llama(
             vocab_size=256,
             hidden_size=512,
-            intermediate_size=8192,
+            intermediate_size=8192 if given.mlp else 64,
             num_hidden_layers=1,
             num_attention_heads=8,
             max_position_embeddings=given.length,
         )
+        modes = MODES if given.mlp else {"none": MODES["none"], "groups": {"tile": given.length}}
         full = {"checkpoint": "full"}
-        return Scored(model, "mlp"), {mode: {**o, **full} for mode, o in MODES.items()}
+        return Scored(model, "mlp"), {mode: {**o, **full} for mode, o in modes.items()}
     model = llama(
         vocab_size=given.vocabulary,
         hidden_size=256,

@@ -39,6 +39,8 @@ from tests.pieces import cut, glue, positions
 Locals = list[Any]
 # Runs every comparison by tiles of so many tokens: AUTOSP_TEST_TILE=3 pytest tests/place
 TILE = int(os.environ["AUTOSP_TEST_TILE"]) if "AUTOSP_TEST_TILE" in os.environ else None
+# With AUTOSP_TEST_GROUPS=1 by groups of heads, too; tests that count attention's calls fail then.
+GROUPS = TILE is None or "AUTOSP_TEST_GROUPS" in os.environ
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -226,10 +228,11 @@ def lowered(
     *,
     sharded: dict[int, Shard] | None = None,
     tile: int | None = None,
+    groups: bool = True,
     **kwargs: Any,
 ) -> Lowered:
     """sharded: inputs, by number, that come as DTensors, and how they are split. tile: tokens of
-    a tile; None: no tiles."""
+    a tile; None: no tiles. groups: whether attention goes by groups of heads then, as it would."""
     call = read_call(target, args, kwargs, _no_dtensor)
     for number, shard in (sharded or {}).items():
         call.placements[number] = shard
@@ -239,7 +242,7 @@ def lowered(
     checkpointed = {each.scope.path for each in captured.calls if each.checkpointed}
     blocks, regions = block_paths(live), region_paths(live, checkpointed)
     graph = canonicalize(captured.graph, n, Constants(live).read)
-    if tile is not None:
+    if tile is not None and groups and GROUPS:
         borders = frozenset(blocks) | frozenset(regions)
         graph = in_groups(graph, n, 1, borders) or graph
     placed = place(
@@ -272,6 +275,7 @@ def assert_program_equals_whole(
     sharded: dict[int, Shard] | None = None,
     reference: Any = None,
     tile: int | None = TILE,
+    groups: bool = True,
     close: dict[str, float] | None = None,
     **kwargs: Any,
 ) -> Lowered:
@@ -282,7 +286,7 @@ def assert_program_equals_whole(
     """
     if reference is None:
         reference = copy.deepcopy(target) if isinstance(target, nn.Module) else target
-    program = lowered(target, args, n, seq_dim, sharded=sharded, tile=tile, **kwargs)
+    program = lowered(target, args, n, seq_dim, sharded=sharded, tile=tile, groups=groups, **kwargs)
     given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
 
     # Each rank has its own copy, or part, of an input; parameters and constants are shared.

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
 from ..graph import Facts, Meta, Scope, facts, set_facts
-from ..placement import Replicate, Shard
+from ..placement import PerRank, Replicate, Shard
 from .attention import AttentionRule
 from .insert import add_call
 from .rule import Local, Option, fill, op_of
+from .rules.tap import TapRule
 from .table import find_rule
 
 __all__ = ["LEAST_GROUP", "in_groups"]
@@ -105,7 +107,7 @@ def _split(graph: Graph, node: Node, count: int, number: int, borders: frozenset
                     made[t] if t in made else _part(graph, node, parts, t, placed, group)
                     for t, placed in zip(member.tensors, member.option.ins, strict=True)
                 ]
-                made[each] = _call(graph, each, member, taken)
+                made[each] = _call(graph, each, member, taken, group)
                 known = facts(made[each])
                 note = f"heads {group + 1} of {count}" if each is node else ""
                 notes = ", ".join(text for text in (known.note, note) if text)
@@ -147,13 +149,16 @@ def _part(
     return parts[tensor, placed][group]
 
 
-def _call(graph: Graph, like: Node, member: _Member, tensors: list[Node]) -> Node:
+def _call(graph: Graph, like: Node, member: _Member, tensors: list[Node], group: int) -> Node:
     local, known = member.local, facts(like)
-    args, kwargs = fill(local.args, tensors), fill(dict(local.kwargs), tensors)
-    return add_call(
-        graph, like, local.target, args, kwargs, _meta(known.meta, member.option.outs[0], 0),
-        known.aten,
-    )  # fmt: skip
+
+    def own(value: Any) -> Any:
+        return value.values[group] if isinstance(value, PerRank) else value
+
+    args = map_aggregate(fill(local.args, tensors), own)
+    kwargs = map_aggregate(fill(dict(local.kwargs), tensors), own)
+    meta = _meta(known.meta, member.option.outs[0], group)
+    return add_call(graph, like, local.target, args, kwargs, meta, known.aten)
 
 
 def _meta(meta: Meta, placed: Any, group: int) -> Meta:
@@ -235,8 +240,10 @@ def _member(node: Node, count: int, choose: Any) -> _Member | None:
         return None
     op, tensors = op_of(node, count)
     rule = find_rule(op.target, op.name, known)
-    option = None if rule is None or isinstance(rule, AttentionRule) else choose(rule, op)
-    if rule is None or option is None or not _is_even(option):
+    if rule is None or isinstance(rule, (AttentionRule, TapRule)):  # hooks see all heads, once
+        return None
+    option = choose(rule, op)
+    if option is None or not _is_even(option):
         return None
     return _Member(tensors, option, rule.localize(op, option))
 

@@ -25,6 +25,8 @@ from autosp_dtensor.errors import UsageError
 from autosp_dtensor.graph import facts, short_name
 from autosp_dtensor.lower import Region
 from autosp_dtensor.placement import Shard
+from autosp_dtensor.run import compile
+from tests import simulate
 from tests.checkpoint.layers import layer_region
 from tests.checkpoint.test_recompute import asked
 from tests.model_t import ModelT, TConfig, ids_of_t
@@ -36,6 +38,13 @@ LENGTH, SIZE = 9, 4
 IDS = torch.randint(16, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 SHARED = [(8, 1), (8, 2), (8, 4), (8, 8), (7, 7), (6, 3)]  # heads, key heads
 WHOLE = 100  # tokens of a tile: more than there are, so that attention alone is cut
+
+
+@pytest.fixture(autouse=True)
+def kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Projections and exchanges have all heads: groups of those are place/groups.py's."""
+    for module in (simulate, compile):
+        monkeypatch.setattr(module, "in_groups", lambda *_: None)
 
 
 def sizes(heads: int, key_heads: int) -> Heads:

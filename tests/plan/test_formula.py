@@ -9,7 +9,7 @@ from autosp_dtensor.plan.measure import Setting, fake_group, measure
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-RANKS, LAYERS, TOKENS, TILE = 2, 4, 4096, 512
+RANKS, LAYERS, TOKENS, TILE = 2, 4, 4096, 64
 WIDTH, INNER, HEADS, VOCABULARY = 64, 128, 4, 256
 SIZES = {
     "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": WIDTH,
@@ -22,7 +22,7 @@ ROOT = 2 * VOCABULARY * WIDTH + WIDTH
 
 
 def peak(checkpoint: str) -> int:
-    """By torch's tracker; gradients of an earlier batch are there."""
+    """By torch's tracker; gradients of an earlier batch are there. Heads go one after the other."""
     make = model_maker(SIZES)[1]
     with fake_group(RANKS):
         setting = Setting(make, 1, RANKS, checkpoint, tile=TILE, accumulated=True)
@@ -34,12 +34,15 @@ def bound() -> int:
     state = (4 + 4 + 8) * (ROOT + LAYERS * LAYER) // RANKS  # parameters, gradients, AdamW in fp32
     gathered = 2 * (ROOT + 2 * LAYER)  # in bf16: the root, this layer, and the one that is next
     head = WIDTH // HEADS
+    group = HIDDEN * RANKS // HEADS  # a rank's part of what one of its heads has of all tokens
     buffer = {
         "cosines and sines": 2 * HIDDEN * head // WIDTH,
         "the gradient that passes attention by": HIDDEN,
-        "queries, keys and values": 3 * HIDDEN,
-        "attention's output and its gradient": 2 * HIDDEN,
-        "the gradients of queries, keys and values": 3 * HIDDEN,
+        "what queries, keys and values are made of": HIDDEN,
+        "queries, keys and values of one head": 3 * group,
+        "that head's output and its gradient": 2 * group,
+        "the gradients of its queries, keys and values": 3 * group,
+        "those of the head before, back with their tokens": 3 * group,
         "log-sum-exp of the rank's heads": 4 * TOKENS * HEADS // RANKS,
         # Heads of 16 are rounded up to 32; one more number for each token.
         "the kernel's workspace for one head": 4 * TOKENS * (32 + 1),
