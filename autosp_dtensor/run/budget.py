@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -67,7 +68,7 @@ def choose_policy(
         }
 
     def policy(cut: bool) -> Policy:
-        budget = None
+        budget = room = None
         if mode == "auto" or options.host:
             again = {}
             if cut:
@@ -78,10 +79,12 @@ def choose_policy(
             room = _room(root, live, kind, options.memory_budget, inputs, recorded, again)
             budget = None if room is None else max(0, room)
         if not options.host or (budget is None and options.offload == "auto"):
-            return policy_of(regions, mode, device, budget, cut=cut, recorded=recorded)
-        return offloading(
-            regions, mode, device, budget, options.host, inputs, cut=cut, recorded=recorded
-        )
+            made = policy_of(regions, mode, device, budget, cut=cut, recorded=recorded)
+        else:
+            made = offloading(
+                regions, mode, device, budget, options.host, inputs, cut=cut, recorded=recorded
+            )
+        return replace(made, fits=made.fits and (room is None or room >= 0))
 
     if mode != "auto":
         return policy(cut=True)

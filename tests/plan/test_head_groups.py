@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 64, bias=False)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         x = self.table(input_ids)
@@ -58,22 +58,21 @@ class Model(nn.Module):
 
 @dataclass
 class Seen:
-    """What was compiled. tried: how many programs. text: of the one taken."""
+    """What was compiled. tried: how many programs."""
 
     tried: int = 0
     groups: int = 0
     counted: int = 0
     peak: int = 0
     fits: bool = True
-    text: str = field(default="", repr=False)
 
 
 _found: dict[tuple[Any, ...], Seen] = {}
 
 
-def step(checkpoint: str, *, least: int = 1, budget: int | None = None, tile: str = "auto") -> Seen:
+def step(checkpoint: str, *, least: int = 1, budget: int | None = None) -> Seen:
     """Of a model whose groups take `least` bytes at least. Each is measured once."""
-    key = checkpoint, least, budget, tile
+    key = checkpoint, least, budget
     if key in _found:
         return _found[key]
     seen = _found[key] = Seen()
@@ -88,7 +87,6 @@ def step(checkpoint: str, *, least: int = 1, budget: int | None = None, tile: st
         seen.counted = step_bytes(made.root, source.captured, source.live, made.policy)
         seen.fits = made.policy.fits
         regions = [region for _, region in made.root.walk()]
-        seen.text = "\n".join(str(region.graph) for region in regions)
         turns = {facts(n).turn for r in regions for n in r.graph.nodes if is_attention(n)}
         seen.groups = len(turns - {None})
         return made
@@ -97,18 +95,17 @@ def step(checkpoint: str, *, least: int = 1, budget: int | None = None, tile: st
         patch.setattr(compile, "LEAST_GROUP", least)
         patch.setattr(compile, "_compile", compiled)
         patch.setattr(build, "compile_best", taken)
-        setting = Setting(Model, 1, RANKS, checkpoint, budget=budget, tile=tile, accumulated=True)
+        setting = Setting(Model, 1, RANKS, checkpoint, budget=budget, accumulated=True)
         seen.peak = measure(setting, TOKENS).peak
     return seen
 
 
-@pytest.mark.parametrize("checkpoint", ["full", "sequence"])
-def test_what_runs_again_goes_by_groups_where_that_takes_less(checkpoint: str) -> None:
+def test_what_runs_again_goes_by_groups_where_that_takes_less() -> None:
     """Of queries, keys, values and their gradients, one group's in two is there, not all."""
-    whole, grouped = step(checkpoint, least=NEVER), step(checkpoint)
+    whole, grouped = step("full", least=NEVER), step("full")
     assert (whole.groups, whole.tried) == (0, 1)
     assert (grouped.groups, grouped.tried) == (GROUPS, 2)
-    assert grouped.peak <= whole.peak - 3 * HIDDEN
+    assert grouped.peak <= whole.peak - 4 * HIDDEN
 
 
 @pytest.mark.parametrize("checkpoint", ["full", "sequence"])
@@ -116,16 +113,13 @@ def test_what_is_counted_is_close_to_the_peak_and_never_below(checkpoint: str) -
     """Other groups' exchanges are on their way meanwhile, and a sum over groups is a third value
     beside its terms."""
     grouped = step(checkpoint)
-    assert grouped.groups
+    assert grouped.groups == GROUPS
     assert grouped.peak <= grouped.counted <= 1.12 * grouped.peak
 
 
 def test_a_step_that_fits_is_left_alone() -> None:
     kept = step("auto", budget=1 << 40)
     assert (kept.groups, kept.tried) == (0, 1)
-    assert kept.text == step("auto", least=NEVER, budget=1 << 40).text
-    none = step("none")
-    assert (none.groups, none.tried) == (0, 1)
 
 
 def test_a_step_that_fits_by_groups_alone_takes_them() -> None:
@@ -133,16 +127,6 @@ def test_a_step_that_fits_by_groups_alone_takes_them() -> None:
     whole, grouped = (step("auto", least=each, budget=budget) for each in (NEVER, 1))
     assert not whole.fits
     assert whole.peak > budget
-    assert grouped.groups == GROUPS
+    assert (grouped.groups, grouped.tried) == (GROUPS, 2)
     assert grouped.fits
     assert grouped.peak <= budget
-
-
-def test_none_asks_for_none() -> None:
-    assert step("full", tile="none").tried == 1
-
-
-def test_groups_are_as_large_as_is_asked_for() -> None:
-    """Queries, keys and values are three hidden states; two groups of half each."""
-    assert step("full", least=3 * HIDDEN // 2).groups in (0, 2)
-    assert step("full", least=3 * HIDDEN // 2 + 1).tried == 1
