@@ -19,11 +19,11 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from ..graph import Facts, Meta, Scope, facts, set_facts
+from ..graph import Facts, Meta, Scope, arg, facts, set_facts
 from ..placement import PerRank, Replicate, Shard
 from .attention import AttentionRule
 from .insert import add_call
-from .rule import Local, Option, fill, op_of
+from .rule import Local, Option, Slot, fill, op_of
 from .rules.tap import TapRule
 from .table import find_rule
 
@@ -119,6 +119,7 @@ def _split(graph: Graph, node: Node, count: int, number: int, borders: frozenset
             graph, last, torch.cat, (results, shard.dim), {}, facts(last).meta,
             (torch.ops.aten.cat.default,),
         )  # fmt: skip
+    set_facts(whole, facts(whole).having(note=""))
     last.replace_all_uses_with(whole)
     for each in (*reversed(after), node, *reversed(chain)):
         graph.erase_node(each)
@@ -142,10 +143,10 @@ def _part(
             graph, like, torch.split, (tensor, placed.sizes[0], placed.dim), {}, metas[0],
             (torch.ops.aten.split.Tensor,),
         )  # fmt: skip
-        set_facts(cut, facts(cut).having(outs=tuple(metas), single=False))
+        set_facts(cut, facts(cut).having(outs=tuple(metas), single=False, note=""))
         found = parts[tensor, placed] = []
         for k, meta in enumerate(metas):
-            found.append(add_call(graph, like, operator.getitem, (cut, k), {}, meta))
+            found.append(add_call(graph, cut, operator.getitem, (cut, k), {}, meta))
     return parts[tensor, placed][group]
 
 
@@ -157,8 +158,11 @@ def _call(graph: Graph, like: Node, member: _Member, tensors: list[Node], group:
 
     args = map_aggregate(fill(local.args, tensors), own)
     kwargs = map_aggregate(fill(dict(local.kwargs), tensors), own)
-    meta = _meta(known.meta, member.option.outs[0], group)
-    return add_call(graph, like, local.target, args, kwargs, meta, known.aten)
+    pairs = zip(known.outs, member.option.outs, strict=True)
+    outs = tuple(_meta(meta, placed, group) for meta, placed in pairs)
+    made = add_call(graph, like, local.target, args, kwargs, outs[0], known.aten)
+    set_facts(made, facts(made).having(outs=outs, single=known.single))
+    return made
 
 
 def _meta(meta: Meta, placed: Any, group: int) -> Meta:
@@ -186,7 +190,6 @@ def _before(
 ) -> dict[Node, _Member]:
     """What makes queries, keys and values and can go by groups with them, in order: all that takes
     it does, and asks for the same heads."""
-    within = _borders(facts(end), borders)
     wanted: dict[Node, list[tuple[Node, Any]]] = {}
     found: dict[Node, _Member] = {}
 
@@ -195,20 +198,39 @@ def _before(
             wanted.setdefault(tensor, []).append((user, placed))
 
     ask(end, attention)
+    within = _borders(facts(end), borders)
     nodes = list(graph.nodes)
     for node in reversed(nodes[: nodes.index(end)]):
-        asked = wanted.get(node, ())
-        shards = {placed for _, placed in asked}
-        if len(shards) != 1 or {user for user, _ in asked} != {*node.users}:
-            continue
-        (shard,) = shards
-        if not isinstance(shard, Shard) or _borders(facts(node), borders) != within:
-            continue
-        member = _member(node, count, lambda rule, op, s=shard: rule.from_output(op, s))
-        if member is not None and member.option.outs == (shard,):
+        member = None
+        if _borders(facts(node), borders) == within:
+            member = _asked_for(node, wanted.get(node, []), count)
+        if member is not None:
             found[node] = member
             ask(node, member)
+        elif not facts(node).single:
+            for user in node.users:  # its results are there for all groups
+                found.pop(user, None)
     return dict(reversed(found.items()))
+
+
+def _asked_for(node: Node, asked: list[tuple[Node, Any]], count: int) -> _Member | None:
+    """asked: who takes an operation's result by groups, and which heads of it."""
+    shards = {placed for _, placed in asked}
+    if len(shards) != 1 or {user for user, _ in asked} != {*node.users}:
+        return None
+    (shard,) = shards
+    if not isinstance(shard, Shard):
+        return None
+    if _is_result(node):
+        local = Local(operator.getitem, (Slot(0), node.args[1]))
+        return _Member((arg(node, 0),), Option((shard,), (shard,)), local)
+    member = _member(node, count, lambda rule, op: rule.from_output(op, shard))
+    return member if member is not None and {*member.option.outs} == {shard} else None
+
+
+def _is_result(node: Node) -> bool:
+    """Whether a node is one of several results of an operation."""
+    return node.target is operator.getitem and not facts(arg(node, 0)).single
 
 
 def _after(
@@ -220,7 +242,7 @@ def _after(
     node, placed = start, attention.option.outs[0]
     while len(node.users) == 1:
         node = next(iter(node.users))
-        if node.op != "call_function" or len(node.all_input_nodes) != 1:
+        if node.op != "call_function" or len(node.all_input_nodes) != 1 or not facts(node).single:
             break
         if _borders(facts(node), borders) != within or not isinstance(placed, Shard):
             break
@@ -234,7 +256,7 @@ def _after(
 
 def _member(node: Node, count: int, choose: Any) -> _Member | None:
     known = facts(node)
-    if node.op != "call_function" or known.random or not known.single:
+    if node.op != "call_function" or known.random:
         return None
     if any(not facts(t).single for t in node.all_input_nodes):
         return None

@@ -113,6 +113,30 @@ def rotated(m: Layer, x: Tensor) -> Tensor:
     return m.o(sdpa(turned(heads(m.q(x))), turned(heads(m.k(x))), heads(m.v(x))))
 
 
+def rotated_by_chunks(m: Layer, x: Tensor) -> Tensor:
+    """Halves are several results of one call; keys' are split."""
+    q, k = heads(m.q(x)), heads(m.k(x))
+    (a, b), (c, d) = q.chunk(2, -1), k.split(SIZE // 2, -1)
+    return m.o(sdpa(torch.cat([-b, a], -1), torch.cat([d, c * 2], -1), heads(m.v(x))))
+
+
+def chunks_of_heads(m: Layer, x: Tensor) -> Tensor:
+    """GPT-NeoX of transformers."""
+    q, k, v = m.qkv(x).view(2, LENGTH, m.heads, 3 * SIZE).transpose(1, 2).chunk(3, -1)
+    return m.o(sdpa(q, k, v))
+
+
+def chunks_with_others(m: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys' chunk is a result, too: the call stays whole, with its other results."""
+    q, k, v = m.qkv(x).view(2, LENGTH, m.heads, 3 * SIZE).transpose(1, 2).chunk(3, -1)
+    return m.o(sdpa(q * 2, k, v)), k
+
+
+def unbound(m: Layer, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x).view(2, LENGTH, 3, m.heads, SIZE).unbind(2)
+    return m.o(sdpa(*(each.transpose(1, 2) for each in (q, k, v))))
+
+
 def fused_thirds(m: Layer, x: Tensor) -> Tensor:
     """GPT-2: all queries, then all keys."""
     return m.o(sdpa(*(heads(each) for each in m.qkv(x).chunk(3, -1))))
@@ -252,6 +276,10 @@ CASES = [
     Case(norm_of_heads, 3),
     Case(norm_of_all, 1),
     Case(rotated, 3),
+    Case(rotated_by_chunks, 3),
+    Case(chunks_of_heads, 1),
+    Case(chunks_with_others, 0, ranks=(2,)),
+    Case(unbound, 0, ranks=(1, 2)),
     Case(fused_thirds, 0),
     Case(fused_slices, 0, kv=4, ranks=(2,)),
     Case(fused_by_head, 1),
@@ -422,7 +450,7 @@ def test_sequence_may_come_first() -> None:
 
 
 # What of a group there is to say: its own products.
-FAMILIES = {"llama": 3, "qwen3": 3, "olmo2": 1, "gpt2": 0, "phi3": 0, "gpt_neox": 0}
+FAMILIES = {"llama": 3, "qwen3": 3, "olmo2": 1, "gpt2": 0, "phi3": 0, "gpt_neox": 1}
 
 
 @pytest.mark.parametrize("variant", ["plain", "padding"])
