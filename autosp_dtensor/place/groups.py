@@ -42,14 +42,14 @@ def in_groups(graph: Graph, axis_size: int, least: int, borders: frozenset[str])
         least: bytes that queries, keys and values of a group take at least on a rank.
         borders: paths of modules whose calls are blocks or regions: no group crosses one.
     """
+    if all(_count(node, axis_size, least) == 1 for node in graph.nodes):
+        return None
     copied = Graph()
     output = copied.output(copied.graph_copy(graph, {}))
     set_facts(output, facts(next(node for node in graph.nodes if node.op == "output")))
     _drop_dead(copied)  # what a rewrite left behind takes keys and values, too
     counts = {node: _count(node, axis_size, least) for node in copied.nodes}
     counts = {node: count for node, count in counts.items() if count > 1}
-    if not counts:
-        return None
     for number, (node, count) in enumerate(counts.items()):
         _split(copied, node, count, number, borders)
     _drop_dead(copied)
