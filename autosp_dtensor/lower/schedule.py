@@ -74,6 +74,7 @@ class _Scheduler:
                 node = self.flying.pop(0)
                 yield "finish", node
             else:  # all that is left waits for each other
+                self.open.clear()
                 self._let_go([*self.waiting])
                 continue
             done += 1
@@ -81,9 +82,10 @@ class _Scheduler:
 
     def _begins(self) -> Node | None:
         """The next collective, if all that it takes is there."""
-        if self.begun == len(self.ordered) or self.missing[self.ordered[self.begun]]:
+        if self.begun == len(self.ordered):
             return None
-        return self.ordered[self.begun]
+        node = self.ordered[self.begun]
+        return None if self.missing[node] or self._waits_for(node) in self.open else node
 
     def _done(self, node: Node) -> None:
         for user in node.users:
@@ -99,12 +101,15 @@ class _Scheduler:
         """All that an operation takes is there. Collectives go by an order of their own."""
         if _communicates(node):
             return
-        turn = facts(node).turn
-        before = (turn[0], turn[1] - 2) if turn else None
+        before = self._waits_for(node)
         if before in self.open:
             self.waiting.setdefault(before, []).append(node)
         else:
             heapq.heappush(self.ready, self.number[node])
+
+    def _waits_for(self, node: Node) -> tuple[int, int] | None:
+        turn = facts(node).turn
+        return (turn[0], turn[1] - 2) if turn else None
 
     def _let_go(self, turns: list[tuple[int, int]]) -> None:
         for turn in turns:

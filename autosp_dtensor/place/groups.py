@@ -104,7 +104,7 @@ def _split(graph: Graph, node: Node, count: int, number: int, borders: frozenset
             turn = (number, group)
             for each, member in (*chain.items(), (node, attention), *after.items()):
                 taken = [
-                    made[t] if t in made else _part(graph, node, parts, t, placed, group)
+                    made[t] if t in made else _part(graph, node, parts, t, placed, turn)
                     for t, placed in zip(member.tensors, member.option.ins, strict=True)
                 ]
                 made[each] = _call(graph, each, member, taken, group)
@@ -131,7 +131,7 @@ def _part(
     parts: dict[tuple[Node, Shard], list[Node]],
     tensor: Node,
     placed: Any,
-    group: int,
+    turn: tuple[int, int],
 ) -> Node:
     """A group's part of a tensor that is there for all of them."""
     if not isinstance(placed, Shard):
@@ -147,7 +147,8 @@ def _part(
         found = parts[tensor, placed] = []
         for k, meta in enumerate(metas):
             found.append(add_call(graph, cut, operator.getitem, (cut, k), {}, meta))
-    return parts[tensor, placed][group]
+            set_facts(found[k], facts(found[k]).having(turn=(turn[0], k)))
+    return parts[tensor, placed][turn[1]]
 
 
 def _call(graph: Graph, like: Node, member: _Member, tensors: list[Node], group: int) -> Node:
@@ -256,8 +257,8 @@ def _after(
 
 def _member(node: Node, count: int, choose: Any) -> _Member | None:
     known = facts(node)
-    if node.op != "call_function" or known.random:
-        return None
+    if node.op != "call_function" or known.random or not node.all_input_nodes:
+        return None  # what takes no tensor makes the same one for all groups
     if any(not facts(t).single for t in node.all_input_nodes):
         return None
     op, tensors = op_of(node, count)

@@ -3,17 +3,22 @@ sums over groups in bf16 err hardly more than one product does."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import autosp_dtensor as autosp
 from autosp_dtensor.checkpoint.kinds import is_attention
 from autosp_dtensor.graph import facts
+from autosp_dtensor.run import compile
 from tests.checkpoint.test_stages import BODIES, MODES, Model, all_cuts, asked
 from tests.place.test_head_groups import IDS
+from tests.run.one_rank import mesh, whole  # noqa: F401
 from tests.run.test_codegen import Ran
 from tests.simulate import lowered
 
@@ -51,6 +56,25 @@ def test_each_group_runs_once_again_at_most(name: str, mode: str) -> None:
     attention = [k for k, node in enumerate(nodes) if is_attention(node)]
     assert len(attention) == (4 if name == "twice" else 2)
     assert all(runs[k] == (mode != "sequence") for k in attention)
+
+
+@pytest.mark.parametrize("checkpoint", ["full", "sequence"])
+def test_what_auto_takes_runs(
+    checkpoint: str,
+    mesh: DeviceMesh,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compile, "LEAST_GROUP", 1)
+    monkeypatch.setattr(compile, "_is_better", lambda *_: True)
+    model = Model(GROUPED["plain"])
+    reference = copy.deepcopy(model)
+    model = autosp.parallelize(model, mesh, checkpoint=checkpoint)
+    for each in (model, reference):
+        whole(each(IDS)).square().sum().backward()
+    want = {name: p.grad for name, p in reference.named_parameters()}
+    got = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert "heads 2 of 4" in str(autosp.explain(model))
 
 
 WIDE, COUNT, TOKENS = 128, 16, 96

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from autosp_dtensor.checkpoint.chains import Chain
 from autosp_dtensor.checkpoint.kinds import is_attention
@@ -14,7 +15,15 @@ from autosp_dtensor.lower import Region, Step, schedule
 from autosp_dtensor.lower.schedule import is_exchange
 from tests import simulate
 from tests.checkpoint.stacked import Stacked
-from tests.place.test_head_groups import IDS, WIDTH, Layer, gqa, norm_of_heads, plain, sharing
+from tests.place.test_head_groups import (
+    IDS,
+    WIDTH,
+    Layer,
+    gqa,
+    norm_of_heads,
+    plain,
+    sharing,
+)
 from tests.run.test_codegen import assert_ranks_give_the_whole
 from tests.simulate import lowered
 
@@ -79,6 +88,25 @@ def test_exchanges_of_groups_are_apart(body: str) -> None:
     for node in region_of(BODIES[body], 2).graph.nodes:
         if is_exchange(node):
             assert len({facts(each).turn for each in node.all_input_nodes}) == 1
+
+
+class Packed(nn.Module):
+    """Queries, keys and values of one product: made whole, and cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 8, batch_first=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+def test_exchanges_of_what_is_there_already_wait_for_their_turn() -> None:
+    program = lowered(Stacked(Packed, WIDTH), (IDS,), 2, tile=64)
+    order = schedule(program.root.calls[0].region.graph)
+    first = next(at for at, (_, node) in enumerate(order) if is_attention(node))
+    early = {facts(node).turn for kind, node in order[:first] if is_exchange(node)}
+    assert early == {(0, 0), (0, 1)}
 
 
 def merged(region: Region, early: int, late: int) -> None:

@@ -469,3 +469,18 @@ def test_transformers_go_by_groups(family: str, variant: str) -> None:
         return
     assert turns(program) == {(0, 0): 2, (0, 1): 2}, "two equal layers"
     assert products(program) == {FAMILIES[family]}
+
+
+def literals(m: Layer, x: Tensor) -> Tensor:
+    """Tensors made from Python's numbers, one for each head: nothing says what a group's are."""
+    scale = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8]).double().view(8, 1, 1)
+    order = torch.tensor([3, 1, 2, 0, 7, 6, 5, 4])
+    v = heads(m.v(x))
+    v = torch.where(torch.as_tensor([True, False] * 4)[:, None, None], v, -v)
+    return m.o(sdpa(heads(m.q(x)) * scale, heads(m.k(x))[:, order], v))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_tensors_of_python_numbers_are_cut(n: int) -> None:
+    program = assert_program_equals_whole(Layer(literals), (X,), n, tile=64)
+    assert sum(is_attention(node) for node in program.nodes()) == HEADS // n
