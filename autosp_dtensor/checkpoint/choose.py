@@ -219,7 +219,7 @@ def _seconds(
 
 def name_of(mode: str | Checkpoint) -> str:
     """What `explain` calls it."""
-    return mode if isinstance(mode, str) else f"keep {', '.join(mode.keep)}"
+    return mode if isinstance(mode, str) else f"keep {', '.join(mode.keep) or 'nothing'}"
 
 
 def asked(found: Record, mode: str | Checkpoint, device: Device) -> Choice:

@@ -189,7 +189,7 @@ class Versions:
         with self.result.inserting_after(_last_source(held)):
             change = cast(tuple[Any, ...], (held, source, target))
             made = self.result.call_function(redistribute, change)
-        set_facts(made, new.having(origin=None))
+        set_facts(made, new.having(origin=None, note=""))
         return made
 
     def _emit(self, node: Node, call: Placing, homes: Homes, after: Node | None = None) -> Node:

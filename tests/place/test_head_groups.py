@@ -484,3 +484,15 @@ def literals(m: Layer, x: Tensor) -> Tensor:
 def test_tensors_of_python_numbers_are_cut(n: int) -> None:
     program = assert_program_equals_whole(Layer(literals), (X,), n, tile=64)
     assert sum(is_attention(node) for node in program.nodes()) == HEADS // n
+
+
+def test_exchanges_carry_no_note_of_the_attention_before_them() -> None:
+    """Nothing moves dims behind it here, so that its own result is sent back."""
+
+    def flat(m: Layer, x: Tensor) -> Tensor:
+        q, k, v = (heads(p(x)) for p in (m.q, m.k, m.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).sum(1)
+
+    program = lowered(Layer(flat), (X,), 2, tile=64)
+    told = [node for node in program.nodes() if "heads" in facts(node).note]
+    assert len(told) == HEADS // 2 and all(is_attention(node) for node in told)
