@@ -118,9 +118,9 @@ def verify_call(
         for name, parameter in reference.named_parameters()
         if parameter.requires_grad
     }
-    # A gradient that is zero but for rounding (a key's bias) is measured against the others.
-    floor = 1e-3 * max((grad.abs().max().item() for grad in wanted.values()), default=0.0)
-    rows.extend(_row(f"grad {name}", grads[name], want, floor) for name, want in wanted.items())
+    largest = max((grad.abs().max().item() for grad in wanted.values()), default=0.0)
+    for name, want in wanted.items():
+        rows.append(_row(f"grad {name}", grads[name], want, _floor(want, largest)))
     if tolerance is None:
         kinds = {p.dtype for p in reference.parameters()} | {t.dtype for _, t in _tensors(whole)}
         tolerance = 64 * max(torch.finfo(kind).eps for kind in kinds or {torch.float32})
@@ -197,6 +197,17 @@ def _mean(grad: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     for dim in range(mesh.ndim):
         dist.all_reduce(grad, group=mesh.get_group(dim))
     return grad / mesh.size()
+
+
+def _floor(want: torch.Tensor, largest: float) -> float:
+    """What a gradient's error is measured against at least, the model's largest one being known.
+
+    One that is zero but for rounding (a key's bias) has no size of its own: what is left of the
+    terms that cancel, which are as large as other gradients, differs with their order.
+    """
+    rounding = min(torch.finfo(want.dtype).eps, torch.finfo(torch.float32).eps) * largest
+    is_zero = not want.numel() or want.abs().max().item() <= rounding
+    return largest if is_zero else 1e-3 * largest
 
 
 def _row(name: str, got: torch.Tensor, want: torch.Tensor | None, floor: float = 0.0) -> Row:

@@ -80,3 +80,31 @@ def test_function_cannot_be_verified(mesh: DeviceMesh) -> None:
         "  why   it compares the gradients of parameters\n"
         "  fix   verify the module whose output the function takes"
     )
+
+
+class Biased(nn.Module):
+    """Attention whose keys have a bias: scores change by as much for all keys, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(16, 64), nn.Linear(64, 64)
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        q, k, v = (p(x).unflatten(-1, (8, 8)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_that_are_zero_but_for_rounding_are_equal(
+    dtype: torch.dtype, mesh: DeviceMesh
+) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        ids, model = torch.randint(16, (2, 64)), Biased().to(dtype)
+        model.embedding.weight.data.mul_(3)
+        report = autosp.verify(autosp.parallelize(model, mesh, tile=4), ids)
+        (row,) = (row for row in report.rows if row.name == "grad k.bias")
+        assert report.ok and row.size < 1e-7
