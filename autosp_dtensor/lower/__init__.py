@@ -6,8 +6,9 @@ from torch.fx import Graph
 
 from .._torch import FakeTensorMode
 from ..place import PlacedBlock
+from ..place.rule import bound
 from .buffers import are_made, told_of_landings
-from .localize import Collective, Drawn, bound, flatten_exchanges, local_meta, localize
+from .localize import Collective, Drawn, flatten_exchanges, local_meta, localize
 from .regions import Call, LoweredBlock, Region, cut_regions
 from .schedule import Step, schedule
 from .verify import verify_lowered

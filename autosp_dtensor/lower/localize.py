@@ -15,7 +15,7 @@ from ..graph import Facts, arg, arg_nodes, facts, result_nodes, set_facts
 from ..place import PlacedBlock, redistribute
 from ..place.attention.rule import AttentionRule
 from ..place.rule import Local, fill
-from ..placement import Partial, PerRank, Replicate, Shard
+from ..placement import Partial, Replicate, Shard
 
 __all__ = ["Collective", "Drawn", "flatten_exchanges", "localize"]
 
@@ -298,15 +298,6 @@ def _is_exchange(node: Node) -> bool:
         and node.target.kind == "all_to_all"
         and len(node.target.moves) == 1
     )
-
-
-def bound(value: Any, rank: int) -> Any:
-    """PerRank integers become this rank's."""
-
-    def here(each: Any) -> Any:
-        return each.values[rank] if isinstance(each, PerRank) else each
-
-    return map_aggregate(value, here)
 
 
 def local_meta(known: Facts, index: int, rank: int) -> tuple[int, ...]:

@@ -12,9 +12,10 @@ from torch.fx.node import map_aggregate
 from .._torch import FakeTensorMode
 from ..capture.targets import Opaque
 from ..graph import Meta, arg, describe, exact, facts
+from ..place.rule import bound
 from ..placement import Shard
 from .layout import take_shard
-from .localize import Collective, Drawn, bound, local_meta
+from .localize import Collective, Drawn, local_meta
 from .regions import LoweredBlock
 
 __all__ = ["verify_lowered"]

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
 
 from ..graph import Facts, Meta, Scope, arg, facts, set_facts
-from ..placement import PerRank, Replicate, Shard
+from ..placement import Placement, Replicate, Shard
 from .attention import AttentionRule
 from .insert import add_call
-from .rule import Local, Option, Slot, fill, op_of
+from .rule import Local, Option, Slot, bound, fill, local_shape, op_of
 from .rules.tap import TapRule
 from .table import find_rule
 
@@ -153,12 +152,8 @@ def _part(
 
 def _call(graph: Graph, like: Node, member: _Member, tensors: list[Node], group: int) -> Node:
     local, known = member.local, facts(like)
-
-    def own(value: Any) -> Any:
-        return value.values[group] if isinstance(value, PerRank) else value
-
-    args = map_aggregate(fill(local.args, tensors), own)
-    kwargs = map_aggregate(fill(dict(local.kwargs), tensors), own)
+    args = bound(fill(local.args, tensors), group)
+    kwargs = bound(fill(dict(local.kwargs), tensors), group)
     pairs = zip(known.outs, member.option.outs, strict=True)
     outs = tuple(_meta(meta, placed, group) for meta, placed in pairs)
     made = add_call(graph, like, local.target, args, kwargs, outs[0], known.aten)
@@ -166,11 +161,8 @@ def _call(graph: Graph, like: Node, member: _Member, tensors: list[Node], group:
     return made
 
 
-def _meta(meta: Meta, placed: Any, group: int) -> Meta:
-    assert isinstance(placed, Shard)
-    shape = list(meta.shape)
-    shape[placed.dim] = placed.local(group)
-    return Meta(tuple(shape), meta.dtype, meta.device, meta.requires_grad)
+def _meta(meta: Meta, placed: Placement, group: int) -> Meta:
+    return replace(meta, shape=bound(local_shape(meta, placed), group))
 
 
 def _attention(node: Node, count: int) -> _Member | None:

@@ -27,7 +27,9 @@ __all__ = [
     "Rule",
     "Slot",
     "argument",
+    "bound",
     "fill",
+    "local_shape",
     "op_of",
 ]
 
@@ -273,3 +275,12 @@ def fill(value: Any, tensors: tuple[Any, ...] | list[Any]) -> Any:
         return tensors[each.index] if isinstance(each, Slot) else each
 
     return map_aggregate(value, filled)
+
+
+def bound(value: Any, rank: int) -> Any:
+    """PerRank integers become this rank's."""
+
+    def here(each: Any) -> Any:
+        return each.values[rank] if isinstance(each, PerRank) else each
+
+    return map_aggregate(value, here)

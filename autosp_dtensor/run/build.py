@@ -26,7 +26,7 @@ from .program import Program
 from .rounded import warn_of_rounded
 from .traffic import traffic_of
 
-__all__ = ["Options", "build", "check_devices", "sequence_length"]
+__all__ = ["build", "check_devices", "sequence_length"]
 
 log = logging.getLogger("autosp_dtensor")
 
